@@ -1,0 +1,152 @@
+// Argument checks of the kernels. meta/checks.py makes the same checks in the same order with the same words for the fakes;
+// tests/test_checks.py holds the two to each other.
+#pragma once
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "tensor.h"
+
+namespace mxfp4 {
+
+struct DtypeName {
+  int32_t code;
+  const char* name;
+};
+
+inline std::string dtype_name(int32_t code) {
+  static const DtypeName names[] = {
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_uint16(), "uint16"},
+      {aoti_torch_dtype_uint32(), "uint32"},
+      {aoti_torch_dtype_uint64(), "uint64"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz"},
+      {aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz"},
+      {torch_dtype_float8_e8m0fnu(), "float8_e8m0fnu"},
+      {torch_dtype_float4_e2m1fn_x2(), "float4_e2m1fn_x2"},
+      {aoti_torch_dtype_complex32(), "complex32"},
+      {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"},
+  };
+  for (const DtypeName& n : names)
+    if (n.code == code) return std::string("torch.") + n.name;
+  return "dtype " + std::to_string(code);
+}
+
+inline std::string device_name(const Tensor& t) {
+  const int32_t type = device_type(t);
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(t.get_device_index());
+  return "device type " + std::to_string(type);
+}
+
+inline std::string shape_name(const Tensor& t) {
+  std::ostringstream s;
+  s << "shape [";
+  for (int64_t i = 0; i < t.dim(); ++i) s << (i ? ", " : "") << t.size(i);
+  s << "]";
+  return s.str();
+}
+
+// The checks of one call. Text is built only when a check fails.
+class Checks {
+ public:
+  explicit Checks(const char* op) : op_(op) {}
+
+  template <typename... Got>
+  [[noreturn]] void fail(const char* arg, const std::string& must, const Got&... got) const {
+    std::ostringstream s;
+    s << op_ << ": " << arg << " must " << must << ", got ";
+    ((s << got), ...);
+    throw std::runtime_error(s.str());
+  }
+
+  void dtype(const char* arg, const Tensor& t, std::initializer_list<int32_t> allowed) const {
+    dtype_code(arg, mxfp4::dtype_code(t), allowed);
+  }
+
+  void dtype_code(const char* arg, int32_t code, std::initializer_list<int32_t> allowed) const {
+    for (int32_t a : allowed)
+      if (a == code) return;
+    std::string must = "have dtype ";
+    size_t i = 0;
+    for (int32_t a : allowed) must += (i++ ? " or " : "") + dtype_name(a);
+    fail(arg, must, dtype_name(code));
+  }
+
+  void dims(const char* arg, const Tensor& t, int64_t dim, const char* layout) const {
+    if (t.dim() != dim) fail(arg, "be " + std::to_string(dim) + "-dimensional " + layout, shape_name(t));
+  }
+
+  void shape(const char* arg, const Tensor& t, std::initializer_list<int64_t> sizes, const char* layout) const {
+    bool same = t.dim() == static_cast<int64_t>(sizes.size());
+    for (size_t i = 0; same && i < sizes.size(); ++i) same = t.size(static_cast<int64_t>(i)) == sizes.begin()[i];
+    if (same) return;
+    std::ostringstream must;
+    must << "have shape " << layout << " = [";
+    for (size_t i = 0; i < sizes.size(); ++i) must << (i ? ", " : "") << sizes.begin()[i];
+    must << "]";
+    fail(arg, must.str(), shape_name(t));
+  }
+
+  void device(const char* arg, const Tensor& t, const char* like_arg, const Tensor& like) const {
+    if (device_type(t) == device_type(like) && t.get_device_index() == like.get_device_index()) return;
+    fail(arg, "be on the device of " + std::string(like_arg) + " (" + device_name(like) + ")", device_name(t));
+  }
+
+  void at_least(const char* arg, int64_t value, int64_t low) const {
+    if (value < low) fail(arg, "be at least " + std::to_string(low), value);
+  }
+
+  void at_most(const char* arg, int64_t value, int64_t high) const {
+    if (value > high) fail(arg, "be at most " + std::to_string(high), value);
+  }
+
+  // width: columns of the tensor, of which K are quantised.
+  void columns(const char* arg, int64_t width, int64_t unit, const char* layout) const {
+    if (width <= 0 || width % unit != 0)
+      fail(arg, "have a positive multiple of " + std::to_string(unit) + " columns " + layout, width);
+  }
+
+  void fits_int32(const char* arg, int64_t rows) const {
+    if (rows > INT32_MAX) fail(arg, "have fewer than 2^31 routed rows", rows);
+  }
+
+  // Kernels read and write in no order that a caller could rely on, so no written buffer may share memory with another
+  // argument. Only contiguous tensors are compared: the extents of strided views may interleave without harm.
+  void no_overlap(std::initializer_list<std::pair<const char*, const Tensor*>> inputs,
+                  std::initializer_list<std::pair<const char*, const Tensor*>> outputs) const {
+    for (auto out = outputs.begin(); out != outputs.end(); ++out) {
+      if (out->second == nullptr) continue;
+      for (const auto& in : inputs) pair_overlap(*out, in);
+      for (auto other = outputs.begin(); other != out; ++other) pair_overlap(*out, *other);
+    }
+  }
+
+ private:
+  void pair_overlap(const std::pair<const char*, const Tensor*>& a, const std::pair<const char*, const Tensor*>& b) const {
+    if (b.second == nullptr || !a.second->is_contiguous() || !b.second->is_contiguous()) return;
+    if (a.second->numel() == 0 || b.second->numel() == 0) return;
+    const auto begin_a = reinterpret_cast<uintptr_t>(a.second->data_ptr());
+    const auto begin_b = reinterpret_cast<uintptr_t>(b.second->data_ptr());
+    const auto end_a = begin_a + static_cast<uintptr_t>(a.second->numel()) * a.second->element_size();
+    const auto end_b = begin_b + static_cast<uintptr_t>(b.second->numel()) * b.second->element_size();
+    if (begin_a < end_b && begin_b < end_a)
+      fail(a.first, std::string("not share memory with ") + b.first, "buffers that overlap");
+  }
+
+  const char* op_;
+};
+
+}  // namespace mxfp4

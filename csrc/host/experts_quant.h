@@ -1,0 +1,121 @@
+// mxfp4_experts_quant and silu_and_mul_mxfp4_experts_quant: rows to E2M1 codes and tiled E8M0 scales.
+#pragma once
+#include <tuple>
+
+#include "../layout.h"
+#include "checks.h"
+
+namespace mxfp4 {
+
+struct QuantArgs {
+  const uint16_t* input;  // [R, K], or [R, 2K] = gate then up with silu; rows row_stride elements apart
+  int64_t row_stride;
+  bool is_bfloat16, silu;
+  int64_t rows, K;
+  int64_t num_experts;
+  const int32_t* expert_offsets;      // [E + 1]
+  const int32_t* blockscale_offsets;  // [E + 1]
+  const int32_t* sorted_expert_ids;   // [R], or null: search expert_offsets
+  uint8_t* output;        // [R, K / 2]
+  uint8_t* output_scale;  // [scale_rows, 4T]
+  int64_t scale_rows;
+  bool zero_padding;      // write the scale bytes that belong to no real row and column, too
+  int32_t device;
+  const char* op;
+};
+
+inline const char* quant_name(bool silu) { return silu ? "silu_and_mul_mxfp4_experts_quant" : "mxfp4_experts_quant"; }
+
+inline Checks check_experts_quant(bool silu, const Tensor& input, const Tensor& expert_offsets,
+                                  const Tensor& blockscale_offsets, int64_t n_experts,
+                                  const OptionalTensor& sorted_expert_ids) {
+  Checks check(quant_name(silu));
+  const int32_t i32 = aoti_torch_dtype_int32();
+  check.dtype("input", input, {aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16()});
+  check.dims("input", input, 2, silu ? "[R, 2K]" : "[R, K]");
+  check.columns("input", input.size(1), silu ? 2 * kBlock : kBlock, silu ? "(2K)" : "(K)");
+  check.fits_int32("input", input.size(0));
+  check.at_least("n_experts", n_experts, 1);
+  check.at_most("n_experts", n_experts, INT32_MAX - 1);
+  check.dtype("expert_offsets", expert_offsets, {i32});
+  check.shape("expert_offsets", expert_offsets, {n_experts + 1}, "[n_experts + 1]");
+  check.device("expert_offsets", expert_offsets, "input", input);
+  check.dtype("blockscale_offsets", blockscale_offsets, {i32});
+  check.shape("blockscale_offsets", blockscale_offsets, {n_experts + 1}, "[n_experts + 1]");
+  check.device("blockscale_offsets", blockscale_offsets, "input", input);
+  if (sorted_expert_ids.has_value()) {
+    check.dtype("sorted_expert_ids", *sorted_expert_ids, {i32});
+    check.shape("sorted_expert_ids", *sorted_expert_ids, {input.size(0)}, "[R]");
+    check.device("sorted_expert_ids", *sorted_expert_ids, "input", input);
+  }
+  return check;
+}
+
+template <typename Backend, bool kSilu>
+struct ExpertsQuant {
+  static int64_t width(const Tensor& input) { return kSilu ? input.size(1) / 2 : input.size(1); }
+
+  static void run(const Tensor& input, const Tensor& expert_offsets, const Tensor& blockscale_offsets, int64_t n_experts,
+                  const OptionalTensor& sorted_expert_ids, const Tensor& output, const Tensor& output_scale,
+                  bool zero_padding) {
+    const Tensor rows = as_rows(input, Backend::kAlignment);
+    const Tensor offsets = as_contiguous(expert_offsets), blockscale = as_contiguous(blockscale_offsets);
+    const OptionalTensor sorted = as_contiguous(sorted_expert_ids);
+    QuantArgs args;
+    args.input = data<uint16_t>(rows);
+    args.row_stride = rows.size(0) <= 1 ? rows.size(1) : rows.stride(0);
+    args.is_bfloat16 = dtype_code(rows) == aoti_torch_dtype_bfloat16();
+    args.silu = kSilu;
+    args.rows = rows.size(0);
+    args.K = width(rows);
+    args.num_experts = n_experts;
+    args.expert_offsets = data<int32_t>(offsets);
+    args.blockscale_offsets = data<int32_t>(blockscale);
+    args.sorted_expert_ids = data<int32_t>(sorted);
+    args.output = mutable_data<uint8_t>(output);
+    args.output_scale = mutable_data<uint8_t>(output_scale);
+    args.scale_rows = output_scale.size(0);
+    args.zero_padding = zero_padding;
+    args.device = rows.get_device_index();
+    args.op = quant_name(kSilu);
+    Backend::experts_quant(args);
+  }
+
+  static std::tuple<Tensor, Tensor> functional(const Tensor& input, const Tensor& expert_offsets,
+                                               const Tensor& blockscale_offsets, int64_t n_experts,
+                                               const OptionalTensor& sorted_expert_ids) {
+    check_experts_quant(kSilu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids);
+    const int64_t R = input.size(0), K = width(input);
+    const int32_t u8 = aoti_torch_dtype_uint8();
+    std::tuple<Tensor, Tensor> result{empty({R, K / 2}, u8, input),
+                                      empty({scale_rows(R, n_experts), kTileBlocks * scale_tiles(K)}, u8, input)};
+    run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, std::get<0>(result),
+        std::get<1>(result), true);
+    return result;
+  }
+
+  static void out(const Tensor& input, const Tensor& expert_offsets, const Tensor& blockscale_offsets,
+                  int64_t n_experts, const OptionalTensor& sorted_expert_ids, const Tensor& output,
+                  const Tensor& output_scale) {
+    const Checks check =
+        check_experts_quant(kSilu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids);
+    const int64_t R = input.size(0), K = width(input);
+    check.dtype("output", output, {aoti_torch_dtype_uint8()});
+    check.shape("output", output, {R, K / 2}, "[R, K / 2]");
+    check.device("output", output, "input", input);
+    check.dtype("output_scale", output_scale, {aoti_torch_dtype_uint8()});
+    check.shape("output_scale", output_scale, {scale_rows(R, n_experts), kTileBlocks * scale_tiles(K)}, "[S, 4T]");
+    check.device("output_scale", output_scale, "input", input);
+    check.no_overlap({{"input", &input},
+                      {"expert_offsets", &expert_offsets},
+                      {"blockscale_offsets", &blockscale_offsets},
+                      {"sorted_expert_ids", sorted_expert_ids.has_value() ? &*sorted_expert_ids : nullptr}},
+                     {{"output", &output}, {"output_scale", &output_scale}});
+    Written codes(output, Backend::kAlignment, false), scales(output_scale, Backend::kAlignment, true);
+    run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, codes.tensor(), scales.tensor(), false);
+    codes.commit();
+    scales.commit();
+  }
+};
+
+}  // namespace mxfp4

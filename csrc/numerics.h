@@ -1,0 +1,149 @@
+// The numbers, once, for host and device: E8M0 scales, E2M1 codes, and a silu that gives the same bits everywhere.
+// Host code that includes this is compiled with -ffp-contract=off, so that only the fma written here are fused.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "layout.h"
+
+namespace mxfp4 {
+
+#if defined(__CUDA_ARCH__)
+MXFP4_HD float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+MXFP4_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }
+MXFP4_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+MXFP4_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+MXFP4_HD float bits_to_float(uint32_t u) { return __uint_as_float(u); }
+MXFP4_HD uint32_t float_to_bits(float f) { return __float_as_uint(f); }
+#else
+MXFP4_HD float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+MXFP4_HD float add_rn(float a, float b) { return a + b; }
+MXFP4_HD float mul_rn(float a, float b) { return a * b; }
+MXFP4_HD float div_rn(float a, float b) { return a / b; }
+MXFP4_HD float bits_to_float(uint32_t u) {
+  float f;
+  std::memcpy(&f, &u, sizeof f);
+  return f;
+}
+MXFP4_HD uint32_t float_to_bits(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, sizeof u);
+  return u;
+}
+#endif
+
+// ---- 16-bit types, held as their bits ----
+
+struct BFloat16 {
+  static constexpr uint16_t kInf = 0x7f80;
+  static constexpr int kMantissaBits = 7;
+  static constexpr int kBias = 127;
+  static MXFP4_HD float to_float(uint16_t h) { return bits_to_float(static_cast<uint32_t>(h) << 16); }
+  static MXFP4_HD uint16_t from_float(float f) {  // nearest even; every NaN becomes 0x7fc0 with the sign kept
+    uint32_t u = float_to_bits(f);
+    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    uint32_t nan = ((u >> 16) & 0x8000u) | 0x7fc0u;
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  }
+};
+
+struct Float16 {
+  static constexpr uint16_t kInf = 0x7c00;
+  static constexpr int kMantissaBits = 10;
+  static constexpr int kBias = 15;
+  static MXFP4_HD float to_float(uint16_t h) {
+    uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, m = static_cast<uint32_t>(h & 0x7fffu);
+    // The product renormalises subnormals exactly: 2^112 moves an exponent of bias 15 to bias 127.
+    uint32_t finite = float_to_bits(mul_rn(bits_to_float(m << 13), bits_to_float(0x77800000u)));
+    return bits_to_float(sign | (m >= kInf ? 0x7f800000u | (m << 13) : finite));
+  }
+  static MXFP4_HD uint16_t from_float(float f) {  // nearest even, to Inf beyond 65504, subnormals kept
+    uint32_t u = float_to_bits(f), sign = (u >> 16) & 0x8000u, m = u & 0x7fffffffu;
+    uint32_t normal = (m - (112u << 23) + 0xfffu + ((m >> 13) & 1u)) >> 13;
+    // Adding 0.5 puts the rounding of the float add at 2^-24, the step of fp16 subnormals.
+    uint32_t subnormal = float_to_bits(add_rn(bits_to_float(m), 0.5f)) - 0x3f000000u;
+    uint32_t r = m < 0x38800000u ? subnormal : normal;
+    r = m >= 0x477ff000u ? static_cast<uint32_t>(kInf) : r;
+    r = m > 0x7f800000u ? 0x7e00u : r;
+    return static_cast<uint16_t>(sign | r);
+  }
+};
+
+// ---- E8M0 scale of a block ----
+
+constexpr uint32_t kScaleNaN = 0xff;
+
+// amax_bits: the integer maximum of float_bits(x) & 0x7fffffff over the block, so that a NaN, if there is one, wins.
+MXFP4_HD uint32_t scale_from_amax(uint32_t amax_bits) {
+  if (amax_bits > 0x7f800000u) return kScaleNaN;
+  uint32_t exponent = (amax_bits + 0x00200000u) >> 23;  // carries when the significand is >= 1.75
+  return exponent > 2 ? exponent - 2 : 0;
+}
+
+// 2^(127 - s), exact; 0 where every element of the block becomes a (signed) zero, which is s = 0 and s = 0xff.
+MXFP4_HD float inverse_scale(uint32_t s) {
+  return s == 0 || s == kScaleNaN ? 0.0f : bits_to_float(s == 254 ? 0x00400000u : (254u - s) << 23);
+}
+
+// 2^(s - 127); NaN for 0xff.
+MXFP4_HD float scale_to_float(uint32_t s) {
+  if (s == kScaleNaN) return bits_to_float(0x7fc00000u);
+  return bits_to_float(s == 0 ? 0x00400000u : s << 23);
+}
+
+// ---- E2M1 elements ----
+
+// Code of a scaled value: nearest, ties to the even code, saturating at 6, sign kept. Not for NaN.
+MXFP4_HD uint32_t e2m1_from_float(float v) {
+  uint32_t u = float_to_bits(v), m = u & 0x7fffffffu;
+  // Below 1 the step is 0.5: an add of 2^22, whose last bit is worth 0.5, rounds there. From 1 up one mantissa bit is kept.
+  uint32_t below_one = float_to_bits(add_rn(bits_to_float(m), 4194304.0f)) - 0x4a800000u;
+  uint32_t from_one = ((m + 0x1fffffu + ((m >> 22) & 1u)) >> 22) - 252u;
+  uint32_t code = m < 0x3f800000u ? below_one : from_one;
+  return (code < 7u ? code : 7u) | (u >> 28 & 8u);
+}
+
+// Value of a code times 2, an integer from 0 to 12.
+MXFP4_HD int e2m1_doubled_magnitude(uint32_t code) {
+  uint32_t c = code & 7u;
+  return static_cast<int>(c < 4u ? c : (c & 1u ? 3u : 2u) << (c / 2u - 1u));
+}
+
+// code * 2^(s - 127), exact unless it overflows to Inf.
+MXFP4_HD float e2m1_to_float(uint32_t code, float scale) {
+  float magnitude = mul_rn(0.5f * static_cast<float>(e2m1_doubled_magnitude(code)), scale);
+  return code & 8u ? -magnitude : magnitude;
+}
+
+// ---- silu(gate) * up ----
+
+// exp(t) by fma, add and mul alone, each correctly rounded: Cody-Waite reduction and a polynomial of degree 6, at most
+// 1.25 * 2^-24 from exp. Selects instead of branches, so that compilers vectorise it.
+MXFP4_HD float exp_rn(float t) {
+  float z = fma_rn(t, 1.44269502f, 12582912.0f);  // 1.5 * 2^23: its last bit is worth one, so t / ln 2 is rounded
+  float n = add_rn(z, -12582912.0f);
+  float r = fma_rn(n, -0.693145752f, t);
+  r = fma_rn(n, -1.42860677e-06f, r);
+  float p = 1.37805939e-3f;
+  p = fma_rn(p, r, 8.37312452e-3f);
+  p = fma_rn(p, r, 4.16695364e-2f);
+  p = fma_rn(p, r, 1.66664720e-1f);
+  p = fma_rn(p, r, 4.99999851e-1f);
+  p = fma_rn(p, r, 1.0f);
+  p = fma_rn(p, r, 1.0f);
+  // The low bits of z hold n. 2^n in two exact steps, so that n = 128 and the subnormal results work.
+  int32_t i = static_cast<int32_t>(float_to_bits(z) - 0x4b400000u);
+  int32_t a = i >> 1, b = i - a;
+  float two_a = bits_to_float(static_cast<uint32_t>(a + 127) << 23);
+  float two_b = bits_to_float(static_cast<uint32_t>(b + 127) << 23);
+  float e = mul_rn(mul_rn(p, two_a), two_b);
+  e = t > 88.7228394f ? bits_to_float(0x7f800000u) : e;
+  return t < -104.0f ? 0.0f : e;
+}
+
+MXFP4_HD float silu_and_mul(float gate, float up) {
+  return mul_rn(div_rn(gate, add_rn(1.0f, exp_rn(-gate))), up);
+}
+
+}  // namespace mxfp4

@@ -1,0 +1,30 @@
+"""MXFP4 ops between a MoE router and an FP4 grouped GEMM, for torch.compile and CUDA graphs.
+
+The functions here are the ops of ``torch.ops.mxfp4_ops`` with named results; ``layout`` describes and converts the scale
+layout; ``compat.vllm`` has vLLM's own signatures; ``meta`` the shape functions and fakes.
+"""
+
+from . import _library, meta, layout  # noqa: I001  (the libraries define the ops that the fakes are registered for)
+from .ops import (
+    MoEMetadata,
+    QuantizedRows,
+    get_cutlass_moe_mm_data,
+    mxfp4_dequantize,
+    mxfp4_experts_quant,
+    shuffle_rows,
+    silu_and_mul_mxfp4_experts_quant,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MoEMetadata",
+    "QuantizedRows",
+    "get_cutlass_moe_mm_data",
+    "layout",
+    "meta",
+    "mxfp4_dequantize",
+    "mxfp4_experts_quant",
+    "shuffle_rows",
+    "silu_and_mul_mxfp4_experts_quant",
+]

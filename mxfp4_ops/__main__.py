@@ -1,0 +1,64 @@
+"""``python -m mxfp4_ops info``: versions, what was compiled, and which kernels will be used here and why."""
+
+import argparse
+import platform
+import sys
+
+import torch
+
+import mxfp4_ops
+from mxfp4_ops import _library
+
+
+def _covers(archs: tuple[str, ...], capability: tuple[int, int]) -> str | None:
+    """The compiled architecture whose code a GPU of this compute capability runs, or None."""
+    best = None
+    for arch in archs:
+        name, _, ptx = arch.partition("+")
+        specific = name.endswith("a")
+        major, minor = (int(part) for part in name.rstrip("af").split("."))
+        if (major, minor) == capability or (major == capability[0] and minor <= capability[1] and not specific):
+            return f"sm_{name.replace('.', '')}"
+        if ptx and (major, minor) <= capability:
+            best = f"PTX of compute_{name.replace('.', '')}, compiled when it loads"
+    return best
+
+
+def _gpu_lines() -> list[str]:
+    cuda = _library.cuda
+    if not cuda.loaded:
+        return [f"CUDA kernels   not used: {cuda.reason}"]
+    lines = [f"CUDA kernels   compiled for {' '.join(cuda.archs)}"]
+    if not torch.cuda.is_available():
+        return [*lines, "GPU            none visible: CPU kernels will be used"]
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        code = _covers(cuda.archs, capability)
+        use = f"runs {code}" if code else "no compiled architecture fits: set TORCH_CUDA_ARCH_LIST and build again"
+        lines.append(f"GPU {index}          {torch.cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}: {use}")
+    return lines
+
+
+def info() -> str:
+    """The text that ``python -m mxfp4_ops info`` prints."""
+    lines = [
+        f"mxfp4_ops      {mxfp4_ops.__version__}",
+        f"Python         {platform.python_version()}",
+        f"torch          {torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        f"CPU kernels    {_library.cpu_capability()} ({platform.machine()}), {torch.get_num_threads()} threads",
+        *_gpu_lines(),
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mxfp4_ops", description="MXFP4 ops for MoE models")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, compiled architectures and the kernels that will be used here")
+    parser.parse_args(argv)
+    print(info())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

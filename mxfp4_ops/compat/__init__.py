@@ -1,0 +1,1 @@
+"""The signatures of other libraries, on the ops of this one."""

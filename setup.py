@@ -1,0 +1,101 @@
+"""Build of mxfp4_ops: one abi3 wheel on the libtorch stable ABI, for every Python from 3.10 and torch from 2.11.
+
+Environment:
+  MXFP4_OPS_CUDA       1: build the CUDA kernels wherever nvcc is; 0: never; unset: where torch has CUDA.
+  TORCH_CUDA_ARCH_LIST architectures of the CUDA kernels, "8.0+PTX;9.0a;10.0a;12.0a" when unset.
+  MAX_JOBS             compilers at a time.
+"""
+
+import glob
+import os
+import shutil
+import sys
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    sys.exit(f"mxfp4_ops builds against torch's headers; install torch>=2.11 first and build with --no-build-isolation ({error})")
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+ALL_ARCHS = "8.0+PTX;9.0a;10.0a;12.0a"  # PTX of the oldest: what comes after these compiles it when it loads
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter"]
+
+
+def sources(folder: str, *extensions: str) -> list[str]:
+    found = [path for ext in extensions for path in glob.glob(os.path.join(ROOT, "csrc", folder, f"*.{ext}"))]
+    return sorted(os.path.relpath(path, ROOT) for path in found)
+
+
+def headers() -> list[str]:
+    return sorted(p for ext in ("h", "cuh") for p in glob.glob(os.path.join(ROOT, "csrc", "**", f"*.{ext}"), recursive=True))
+
+
+def find_cuda() -> tuple[str | None, str]:
+    """The CUDA toolkit to build with, or None, and the reason."""
+    asked = os.environ.get("MXFP4_OPS_CUDA", "")
+    if asked not in ("", "0", "1"):
+        sys.exit(f"MXFP4_OPS_CUDA must be 0, 1 or unset, got {asked!r}")
+    if asked == "0":
+        return None, "MXFP4_OPS_CUDA=0"
+    if asked == "" and torch.version.cuda is None:
+        return None, f"torch {torch.__version__} has no CUDA (MXFP4_OPS_CUDA=1 builds them all the same)"
+    nvcc = shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME") or (nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))) or "/usr/local/cuda"
+    if os.path.exists(os.path.join(home, "bin", "nvcc")):
+        return home, "MXFP4_OPS_CUDA=1" if asked else f"torch has CUDA {torch.version.cuda}"
+    if asked == "1":
+        sys.exit(f"MXFP4_OPS_CUDA=1, but there is no nvcc in {home}; set CUDA_HOME")
+    return None, f"torch has CUDA {torch.version.cuda}, but there is no nvcc in {home}; set CUDA_HOME"
+
+
+def extensions() -> list:
+    cxx = ["-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0", *STABLE_ABI, *WARNINGS]
+    cpu = cpp_extension.CppExtension(
+        "mxfp4_ops._C",
+        ["csrc/schemas.cpp", *sources("cpu", "cpp")],
+        extra_compile_args={"cxx": cxx},
+        depends=headers(),
+        py_limited_api=True,
+    )
+    home, reason = find_cuda()
+    if home is None:
+        print(f"mxfp4_ops: building CPU kernels only: {reason}")
+        return [cpu]
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or ALL_ARCHS
+    os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    print(f"mxfp4_ops: building CPU and CUDA kernels ({reason}) with {home}/bin/nvcc for {archs}")
+    # A torch without CUDA leaves CUDA_HOME unset; the stable ABI needs nothing else of a CUDA torch to compile.
+    cpp_extension.CUDA_HOME = home
+    # Nothing of torch's CUDA runtime is linked, so that nvcc and torch may differ in their CUDA version.
+    cpp_extension._check_cuda_version = lambda *_: None
+    archs_macro = f'-DMXFP4_OPS_CUDA_ARCHS="{archs}"'
+    cuda = cpp_extension.CppExtension(
+        "mxfp4_ops._C_cuda",
+        sources("cuda", "cpp", "cu"),
+        include_dirs=[os.path.join(home, "include")],
+        library_dirs=[os.path.join(home, "lib64")],
+        libraries=["cudart_static", "dl", "rt", "pthread"],
+        extra_compile_args={
+            "cxx": [*cxx, "-DUSE_CUDA", archs_macro],
+            "nvcc": ["-O3", "-DUSE_CUDA", "-lineinfo", *STABLE_ABI, archs_macro, "-Xcompiler", "-fvisibility=hidden", "--threads", "2"],
+        },
+        # The symbol of the current stream lives in torch's CUDA library, which only libtorch.so pulls in.
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-Wl,--exclude-libs,ALL"],
+        depends=headers(),
+        py_limited_api=True,
+    )
+    return [cpu, cuda]
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    package_dir={"mxfp4_ops": "mxfp4_ops", "mxfp4_ops.meta": "meta"},
+    packages=["mxfp4_ops", "mxfp4_ops.compat", "mxfp4_ops.meta"],
+    package_data={"mxfp4_ops": ["py.typed"]},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
