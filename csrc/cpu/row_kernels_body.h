@@ -23,21 +23,22 @@ void quantize_chunk(const Boundaries& boundaries, const uint16_t* x, int64_t n, 
   uint32_t pairs[kChunk / 2];
   for (int64_t b = 0; b < n / kBlock; ++b) {
     Int16 bits[kVectors], magnitude[kVectors];
-    std::memcpy(bits, x + b * kBlock, sizeof bits);
-    for (int v = 0; v < kVectors; ++v) magnitude[v] = bits[v] & 0x7fff;
+    for (int v = 0; v < kVectors; ++v) {
+      std::memcpy(&bits[v], x + b * kBlock + v * kLanes, sizeof bits[v]);
+      magnitude[v] = bits[v] & 0x7fff;
+    }
     Int16 maxima = magnitude[0];
     for (int v = 1; v < kVectors; ++v) maxima = magnitude[v] > maxima ? magnitude[v] : maxima;
     const uint16_t amax = static_cast<uint16_t>(max_lane(maxima));
     const uint32_t s = scale_from_amax(float_to_bits(T::to_float(amax)));
     scales[b] = static_cast<uint8_t>(s);
     const int16_t* below = boundaries.below[s];
-    Int16 code[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      code[v] = (bits[v] >> 12) & 8;
-      if (s == kScaleNaN) code[v] &= magnitude[v] < static_cast<int16_t>(T::kInf);  // NaN and Inf: 7 without a sign
-      for (int i = 0; i < 7; ++i) code[v] -= magnitude[v] > below[i];
+      Int16 code = (bits[v] >> 12) & 8;
+      if (s == kScaleNaN) code &= magnitude[v] < static_cast<int16_t>(T::kInf);  // NaN and Inf: 7 without a sign
+      for (int i = 0; i < 7; ++i) code -= magnitude[v] > below[i];
+      std::memcpy(pairs + b * (kBlock / 2) + v * (kLanes / 2), &code, sizeof code);
     }
-    std::memcpy(pairs + b * (kBlock / 2), code, sizeof code);
   }
   for (int64_t i = 0; i < n / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | pairs[i] >> 12);
 }
