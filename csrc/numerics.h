@@ -37,21 +37,20 @@ MXFP4_HD uint32_t float_to_bits(float f) {
 
 struct BFloat16 {
   static constexpr uint16_t kInf = 0x7f80;
-  static constexpr int kMantissaBits = 7;
   static constexpr int kBias = 127;
+  static constexpr uint16_t kNaN = 0x7fc0;
   static MXFP4_HD float to_float(uint16_t h) { return bits_to_float(static_cast<uint32_t>(h) << 16); }
-  static MXFP4_HD uint16_t from_float(float f) {  // nearest even; every NaN becomes 0x7fc0 with the sign kept
+  static MXFP4_HD uint16_t from_float(float f) {  // nearest even; a NaN becomes kNaN
     uint32_t u = float_to_bits(f);
     uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    uint32_t nan = ((u >> 16) & 0x8000u) | 0x7fc0u;
-    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? kNaN : rounded);
   }
 };
 
 struct Float16 {
   static constexpr uint16_t kInf = 0x7c00;
-  static constexpr int kMantissaBits = 10;
   static constexpr int kBias = 15;
+  static constexpr uint16_t kNaN = 0x7e00;
   static MXFP4_HD float to_float(uint16_t h) {
     uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, m = static_cast<uint32_t>(h & 0x7fffu);
     // The product renormalises subnormals exactly: 2^112 moves an exponent of bias 15 to bias 127.
@@ -65,8 +64,7 @@ struct Float16 {
     uint32_t subnormal = float_to_bits(add_rn(bits_to_float(m), 0.5f)) - 0x3f000000u;
     uint32_t r = m < 0x38800000u ? subnormal : normal;
     r = m >= 0x477ff000u ? static_cast<uint32_t>(kInf) : r;
-    r = m > 0x7f800000u ? 0x7e00u : r;
-    return static_cast<uint16_t>(sign | r);
+    return static_cast<uint16_t>(m > 0x7f800000u ? kNaN : sign | r);
   }
 };
 
@@ -110,8 +108,9 @@ MXFP4_HD int e2m1_doubled_magnitude(uint32_t code) {
   return static_cast<int>(c < 4u ? c : (c & 1u ? 3u : 2u) << (c / 2u - 1u));
 }
 
-// code * 2^(s - 127), exact unless it overflows to Inf.
+// code * scale, exact unless it overflows to Inf; a NaN scale gives that same NaN whatever the code.
 MXFP4_HD float e2m1_to_float(uint32_t code, float scale) {
+  if (scale != scale) return scale;
   float magnitude = mul_rn(0.5f * static_cast<float>(e2m1_doubled_magnitude(code)), scale);
   return code & 8u ? -magnitude : magnitude;
 }

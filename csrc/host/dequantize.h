@@ -1,25 +1,10 @@
 // mxfp4_dequantize: E2M1 codes and tiled E8M0 scales back to floating-point rows.
 #pragma once
+#include "../args.h"
 #include "../layout.h"
 #include "checks.h"
 
 namespace mxfp4 {
-
-enum class FloatType { kFloat32, kBFloat16, kFloat16 };
-
-struct DequantizeArgs {
-  const uint8_t* packed;  // [R, K / 2]; rows row_stride bytes apart
-  int64_t row_stride;
-  const uint8_t* scale;   // [scale_rows, 4T]
-  int64_t scale_rows;
-  int64_t rows, K;
-  int64_t num_experts;
-  const int32_t* expert_offsets;
-  const int32_t* blockscale_offsets;
-  void* output;  // [R, K] of type
-  FloatType type;
-  int32_t device;
-};
 
 inline int32_t dequantized_dtype_code(torch::headeronly::ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -2,27 +2,11 @@
 #pragma once
 #include <tuple>
 
+#include "../args.h"
 #include "../layout.h"
 #include "checks.h"
 
 namespace mxfp4 {
-
-struct QuantArgs {
-  const uint16_t* input;  // [R, K], or [R, 2K] = gate then up with silu; rows row_stride elements apart
-  int64_t row_stride;
-  bool is_bfloat16, silu;
-  int64_t rows, K;
-  int64_t num_experts;
-  const int32_t* expert_offsets;      // [E + 1]
-  const int32_t* blockscale_offsets;  // [E + 1]
-  const int32_t* sorted_expert_ids;   // [R], or null: search expert_offsets
-  uint8_t* output;        // [R, K / 2]
-  uint8_t* output_scale;  // [scale_rows, 4T]
-  int64_t scale_rows;
-  bool zero_padding;      // write the scale bytes that belong to no real row and column, too
-  int32_t device;
-  const char* op;
-};
 
 inline const char* quant_name(bool silu) { return silu ? "silu_and_mul_mxfp4_experts_quant" : "mxfp4_experts_quant"; }
 

@@ -2,27 +2,10 @@
 #pragma once
 #include <tuple>
 
+#include "../args.h"
 #include "checks.h"
 
 namespace mxfp4 {
-
-struct MetadataArgs {
-  const void* topk_ids;  // [m, topk], int64 if ids_are_int64, else int32
-  bool ids_are_int64;
-  int64_t rows, topk;    // R = m * topk
-  int64_t num_experts;
-  int32_t n1, n, k;      // n1: columns of the first GEMM, 2n when gated
-  const int32_t* expert_map;  // [expert_map_size] or null
-  int64_t expert_map_size;
-  int32_t* expert_offsets;      // [E + 1]
-  int32_t* blockscale_offsets;  // [E + 1] or null
-  int32_t* problem_sizes1;      // [E, 3]
-  int32_t* problem_sizes2;      // [E, 3]
-  int32_t* input_permutation;   // [R]
-  int32_t* output_permutation;  // [R]
-  int32_t* sorted_expert_ids;   // [R] or null
-  int32_t device;
-};
 
 inline Checks check_metadata(const Tensor& topk_ids, int64_t num_experts, int64_t n, int64_t k, bool is_gated,
                              const OptionalTensor& expert_map) {

@@ -1,19 +1,9 @@
 // shuffle_rows: output[i] = input[dst2src_map[i]], a zero row where the map points outside the input.
 #pragma once
+#include "../args.h"
 #include "checks.h"
 
 namespace mxfp4 {
-
-struct ShuffleArgs {
-  const char* input;
-  int64_t input_rows;
-  int64_t row_stride_bytes, row_bytes;
-  const void* map;  // [rows], int64 if map_is_int64, else int32
-  bool map_is_int64;
-  int64_t rows;
-  char* output;  // [rows, row_bytes]
-  int32_t device;
-};
 
 inline Checks check_shuffle_rows(const Tensor& input, const Tensor& dst2src_map) {
   Checks check("shuffle_rows");

@@ -1,0 +1,18 @@
+// The CUDA kernels behind the front ends of ../host.
+#pragma once
+#include "../host/dequantize.h"
+#include "../host/experts_quant.h"
+#include "../host/metadata.h"
+#include "../host/shuffle_rows.h"
+
+namespace mxfp4::cuda {
+
+struct Backend {
+  static constexpr int64_t kAlignment = 16;  // of every row that a kernel reads or writes in vectors
+  static void metadata(const MetadataArgs& args);
+  static void shuffle_rows(const ShuffleArgs& args);
+  static void experts_quant(const QuantArgs& args);
+  static void dequantize(const DequantizeArgs& args);
+};
+
+}  // namespace mxfp4::cuda

@@ -1,0 +1,138 @@
+// Router ids to the arrays of the routed rows by one CTA: a counting sort whose counters are one histogram a warp, each warp
+// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing.
+#pragma once
+#include "../../args.h"
+#include "../../layout.h"
+#include "experts.cuh"
+
+namespace mxfp4::cuda {
+
+constexpr int kMetadataThreads = 1024;
+
+// Lanes with the same expert, one ballot for each bit of the id: faster than match.any.
+__device__ __forceinline__ unsigned same_expert(int expert, int bits) {
+  unsigned mask = kAllLanes;
+  for (int b = 0; b < bits; ++b) {
+    const bool one = expert >> b & 1;
+    const unsigned ballot = __ballot_sync(kAllLanes, one);
+    mask &= one ? ballot : ~ballot;
+  }
+  return mask;
+}
+
+// The expert of a slot, num_experts if it has none here. Compared in 64 bits: no id is cut before it is checked.
+template <typename Id>
+__device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
+  int64_t id = static_cast<const Id*>(a.topk_ids)[slot];
+  if (a.expert_map != nullptr) id = id >= 0 && id < a.expert_map_size ? a.expert_map[id] : -1;
+  return static_cast<int>(id >= 0 && id < a.num_experts ? id : a.num_experts);
+}
+
+// body(slot, in range, expert, lanes with the same expert) for every 32 slots of this warp's stretch, in order.
+template <typename Id, typename Body>
+__device__ __forceinline__ void for_slots(const MetadataArgs& a, int64_t begin, int64_t end, int bits, Body body) {
+  constexpr int kAhead = 4;
+  const int lane = threadIdx.x & 31, none = static_cast<int>(a.num_experts);
+  for (int64_t first = begin; first < end; first += 32 * kAhead) {
+    int expert[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t slot = first + 32 * i + lane;
+      expert[i] = slot < end ? expert_of<Id>(a, slot) : none;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + 32 * i >= end) break;
+      const int64_t slot = first + 32 * i + lane;
+      body(slot, slot < end, expert[i], same_expert(expert[i], bits));
+    }
+  }
+}
+
+// histograms: [slot_warps][E], in shared memory where it fits, else `scratch`.
+template <typename Id>
+__global__ void __launch_bounds__(kMetadataThreads)
+    metadata_kernel(const MetadataArgs a, const int slot_warps, int32_t* __restrict__ scratch) {
+  extern __shared__ int32_t shared[];
+  __shared__ int32_t warp_rows[32], warp_tiles[32];
+  int32_t* histograms = scratch != nullptr ? scratch : shared;
+  const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int bits = 32 - __clz(E);
+  const unsigned lanes_before = (1u << lane) - 1u;
+  const int64_t stretch = round_up(ceil_div(a.rows, slot_warps), 32);
+  const int64_t begin = warp < slot_warps ? min(warp * stretch, a.rows) : a.rows, end = min(begin + stretch, a.rows);
+  int32_t* mine = histograms + static_cast<int64_t>(warp) * E;
+
+  for (int64_t i = tid; i < static_cast<int64_t>(slot_warps) * E; i += threads) histograms[i] = 0;
+  __syncthreads();
+  for_slots<Id>(a, begin, end, bits, [&](int64_t, bool, int expert, unsigned same) {
+    if (expert < E && (same & lanes_before) == 0) mine[expert] += __popc(same);
+    __syncwarp();
+  });
+  __syncthreads();
+
+  // Experts: counts, their running sums, and for each warp the sorted row of its first slot of the expert.
+  int32_t rows_before = 0, tiles_before = 0;  // of the experts of earlier rounds
+  for (int base = 0; base < E; base += threads) {
+    const int e = base + tid;
+    int32_t count = 0;
+    if (e < E)
+      for (int w = 0; w < slot_warps; ++w) count += histograms[static_cast<int64_t>(w) * E + e];
+    const int32_t tiles = (count + static_cast<int32_t>(kTileRows) - 1) / static_cast<int32_t>(kTileRows);
+    int32_t rows_sum = count, tiles_sum = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t r = __shfl_up_sync(kAllLanes, rows_sum, step), t = __shfl_up_sync(kAllLanes, tiles_sum, step);
+      if (lane >= step) rows_sum += r, tiles_sum += t;
+    }
+    if (lane == 31) warp_rows[warp] = rows_sum, warp_tiles[warp] = tiles_sum;
+    __syncthreads();
+    int32_t rows_all = 0, tiles_all = 0;
+    for (int w = 0; w < threads / 32; ++w) {
+      if (w == warp) rows_sum += rows_all, tiles_sum += tiles_all;
+      rows_all += warp_rows[w], tiles_all += warp_tiles[w];
+    }
+    const int32_t first_row = rows_before + rows_sum - count, first_tile = tiles_before + tiles_sum - tiles;
+    rows_before += rows_all, tiles_before += tiles_all;
+    if (e < E) {
+      int32_t next = first_row;
+      for (int w = 0; w < slot_warps; ++w) {
+        int32_t& h = histograms[static_cast<int64_t>(w) * E + e];
+        const int32_t c = h;
+        h = next;
+        next += c;
+      }
+      a.expert_offsets[e] = first_row;
+      if (a.blockscale_offsets != nullptr) a.blockscale_offsets[e] = first_tile * static_cast<int32_t>(kTileRows);
+      int32_t* sizes1 = a.problem_sizes1 + 3 * static_cast<int64_t>(e);
+      int32_t* sizes2 = a.problem_sizes2 + 3 * static_cast<int64_t>(e);
+      sizes1[0] = count, sizes1[1] = a.n1, sizes1[2] = a.k;
+      sizes2[0] = count, sizes2[1] = a.k, sizes2[2] = a.n;
+    }
+    __syncthreads();
+  }
+  if (tid == 0) {
+    a.expert_offsets[E] = rows_before;
+    if (a.blockscale_offsets != nullptr) a.blockscale_offsets[E] = tiles_before * static_cast<int32_t>(kTileRows);
+  }
+
+  for_slots<Id>(a, begin, end, bits, [&](int64_t slot, bool in_range, int expert, unsigned same) {
+    const bool routed = expert < E;
+    const int32_t first = routed ? mine[expert] : 0;
+    __syncwarp();
+    if (routed && (same & lanes_before) == 0) mine[expert] = first + __popc(same);
+    __syncwarp();
+    if (!in_range) return;
+    const int32_t row = routed ? first + __popc(same & lanes_before) : -1;
+    a.output_permutation[slot] = row;
+    if (!routed) return;
+    a.input_permutation[row] = static_cast<int32_t>(slot / a.topk);
+    if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = expert;
+  });
+  for (int64_t row = rows_before + tid; row < a.rows; row += threads) {
+    a.input_permutation[row] = -1;
+    if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = -1;
+  }
+}
+
+}  // namespace mxfp4::cuda

@@ -1,0 +1,37 @@
+#include "device/shuffle_rows.cuh"
+
+#include "backend.h"
+#include "launch.h"
+
+namespace mxfp4::cuda {
+namespace {
+
+template <typename Unit, typename Index, int kPerLane>
+void launch(const ShuffleArgs& a, cudaStream_t stream) {
+  const RowGrid grid = row_grid(a.rows, a.row_bytes / static_cast<int64_t>(sizeof(Unit)), kPerLane);
+  shuffle_rows_kernel<Unit, Index, kPerLane>
+      <<<static_cast<unsigned>(grid.blocks()), grid.threads, 0, stream>>>(a, grid.chunks);
+  check_cuda("shuffle_rows", cudaGetLastError());
+}
+
+template <typename Unit>
+void choose(const ShuffleArgs& a, cudaStream_t stream) {
+  const bool many = many_units(a.rows, a.row_bytes / static_cast<int64_t>(sizeof(Unit)));
+  if (a.map_is_int64) many ? launch<Unit, int64_t, 4>(a, stream) : launch<Unit, int64_t, 1>(a, stream);
+  else many ? launch<Unit, int32_t, 4>(a, stream) : launch<Unit, int32_t, 1>(a, stream);
+}
+
+}  // namespace
+
+void Backend::shuffle_rows(const ShuffleArgs& a) {
+  const OnDevice device(a.device);
+  const auto alignment = static_cast<uint64_t>(a.row_bytes) | static_cast<uint64_t>(a.row_stride_bytes) |
+                         reinterpret_cast<uintptr_t>(a.input) | reinterpret_cast<uintptr_t>(a.output);
+  if (alignment % 16 == 0) choose<uint4>(a, device.stream());
+  else if (alignment % 8 == 0) choose<uint2>(a, device.stream());
+  else if (alignment % 4 == 0) choose<uint32_t>(a, device.stream());
+  else if (alignment % 2 == 0) choose<uint16_t>(a, device.stream());
+  else choose<uint8_t>(a, device.stream());
+}
+
+}  // namespace mxfp4::cuda
