@@ -43,13 +43,28 @@ def find_cuda() -> tuple[str | None, str]:
         return None, "MXFP4_OPS_CUDA=0"
     if asked == "" and torch.version.cuda is None:
         return None, f"torch {torch.__version__} has no CUDA (MXFP4_OPS_CUDA=1 builds them all the same)"
-    nvcc = shutil.which("nvcc")
-    home = os.environ.get("CUDA_HOME") or (nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))) or "/usr/local/cuda"
-    if os.path.exists(os.path.join(home, "bin", "nvcc")):
-        return home, "MXFP4_OPS_CUDA=1" if asked else f"torch has CUDA {torch.version.cuda}"
+    for home in cuda_homes():
+        if os.path.exists(os.path.join(home, "bin", "nvcc")) and find_cudart(home):
+            return home, "MXFP4_OPS_CUDA=1" if asked else f"torch has CUDA {torch.version.cuda}"
+    missing = f"no nvcc with its runtime library in {', '.join(cuda_homes())}; set CUDA_HOME"
     if asked == "1":
-        sys.exit(f"MXFP4_OPS_CUDA=1, but there is no nvcc in {home}; set CUDA_HOME")
-    return None, f"torch has CUDA {torch.version.cuda}, but there is no nvcc in {home}; set CUDA_HOME"
+        sys.exit(f"MXFP4_OPS_CUDA=1, but there is {missing}")
+    return None, f"torch has CUDA {torch.version.cuda}, but there is {missing}"
+
+
+def cuda_homes() -> list[str]:
+    """Where a CUDA toolkit may be, the likeliest first."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
+    homes.append(nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc))))
+    return list(dict.fromkeys(home for home in homes if home))
+
+
+def find_cudart(home: str) -> str | None:
+    """CUDA's runtime library, the static one where there is one: then torch may have another."""
+    folders = [os.path.join(home, folder) for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
+    found = [path for name in ("libcudart_static.a", "libcudart.so*") for f in folders for path in glob.glob(os.path.join(f, name))]
+    return found[0] if found else None
 
 
 def extensions() -> list:
@@ -77,8 +92,8 @@ def extensions() -> list:
         "mxfp4_ops._C_cuda",
         sources("cuda", "cpp", "cu"),
         include_dirs=[os.path.join(home, "include")],
-        library_dirs=[os.path.join(home, "lib64")],
-        libraries=["cudart_static", "dl", "rt", "pthread"],
+        extra_objects=[find_cudart(home)],
+        libraries=["dl", "rt", "pthread"],
         extra_compile_args={
             "cxx": [*cxx, "-DUSE_CUDA", archs_macro],
             "nvcc": ["-O3", "-DUSE_CUDA", "-lineinfo", *STABLE_ABI, archs_macro, "-Xcompiler", "-fvisibility=hidden", "--threads", "2"],

@@ -26,10 +26,10 @@ class Checks:
         torch._check(condition, lambda: f"{self.op}: {arg} must {must}, got {got}")
 
     def dtype(self, arg: str, t: Tensor, *allowed: torch.dtype) -> None:
-        self.dtype_code(arg, t.dtype, *allowed)
+        self.one_of(arg, t.dtype, *allowed, must="have dtype")
 
-    def dtype_code(self, arg: str, dtype: torch.dtype, *allowed: torch.dtype) -> None:
-        self.require(dtype in allowed, arg, "have dtype " + " or ".join(str(a) for a in allowed), dtype)
+    def one_of(self, arg: str, dtype: torch.dtype, *allowed: torch.dtype, must: str = "be") -> None:
+        self.require(dtype in allowed, arg, f"{must} " + " or ".join(str(a) for a in allowed), dtype)
 
     def dims(self, arg: str, t: Tensor, dim: int, layout: str) -> None:
         self.require(t.dim() == dim, arg, f"be {dim}-dimensional {layout}", f"shape {_sizes(t.shape)}")

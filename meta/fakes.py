@@ -141,7 +141,7 @@ def check_dequantize(
     _check_buffer(
         check, "blockscale_offsets", blockscale_offsets, torch.int32, expert_offsets.shape, "[E + 1]", "packed", packed
     )
-    check.dtype_code("dtype", dtype, torch.float32, torch.bfloat16, torch.float16)
+    check.one_of("dtype", dtype, torch.float32, torch.bfloat16, torch.float16)
     return check
 
 

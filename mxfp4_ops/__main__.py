@@ -19,7 +19,7 @@ def _covers(archs: tuple[str, ...], capability: tuple[int, int]) -> str | None:
         major, minor = (int(part) for part in name.rstrip("af").split("."))
         if (major, minor) == capability or (major == capability[0] and minor <= capability[1] and not specific):
             return f"sm_{name.replace('.', '')}"
-        if ptx and (major, minor) <= capability:
+        if ptx and not specific and (major, minor) <= capability:
             best = f"PTX of compute_{name.replace('.', '')}, compiled when it loads"
     return best
 

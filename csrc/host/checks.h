@@ -73,13 +73,12 @@ class Checks {
   }
 
   void dtype(const char* arg, const Tensor& t, std::initializer_list<int32_t> allowed) const {
-    dtype_code(arg, mxfp4::dtype_code(t), allowed);
+    one_of(arg, mxfp4::dtype_code(t), allowed, "have dtype ");
   }
 
-  void dtype_code(const char* arg, int32_t code, std::initializer_list<int32_t> allowed) const {
+  void one_of(const char* arg, int32_t code, std::initializer_list<int32_t> allowed, std::string must = "be ") const {
     for (int32_t a : allowed)
       if (a == code) return;
-    std::string must = "have dtype ";
     size_t i = 0;
     for (int32_t a : allowed) must += (i++ ? " or " : "") + dtype_name(a);
     fail(arg, must, dtype_name(code));

@@ -30,8 +30,7 @@ inline Checks check_dequantize(const Tensor& packed, const Tensor& scale, const 
   check.dtype("blockscale_offsets", blockscale_offsets, {i32});
   check.shape("blockscale_offsets", blockscale_offsets, {expert_offsets.size(0)}, "[E + 1]");
   check.device("blockscale_offsets", blockscale_offsets, "packed", packed);
-  check.dtype_code("dtype", dtype,
-                   {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16()});
+  check.one_of("dtype", dtype, {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16()});
   return check;
 }
 

@@ -1,0 +1,520 @@
+"""A small MoE language model whose expert blocks run on mxfp4_ops: eager, compiled and captured, and do they agree.
+
+The model is plain torch: byte tokens, attention with a static KV cache, a router, and experts whose weights and
+activations are MXFP4. It prefills windows of a text file and decodes greedily, once per mode:
+
+    eager            the ops as they are called below
+    compile          torch.compile(fullgraph=True)
+    reduce-overhead  the same with mode="reduce-overhead": Inductor captures CUDA graphs (GPU only)
+    cuda-graph       the eager code captured with torch.cuda.graph and replayed (GPU only)
+
+A table then shows the speed of each mode, and whether its tokens and every byte that the ops wrote equal eager's. The exit
+status is 1 if they do not. The weights are random, so the text is gibberish; it depends on every op all the same.
+
+    python examples/decode.py --help
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxfp4_ops import (
+    MoEMetadata,
+    QuantizedRows,
+    _library,
+    get_cutlass_moe_mm_data,
+    mxfp4_dequantize,
+    mxfp4_experts_quant,
+    shuffle_rows,
+    silu_and_mul_mxfp4_experts_quant,
+)
+
+VOCABULARY = 256  # bytes
+WARM_UP = 3  # reduce-overhead runs a function once, records it on the second call and replays it from the third
+REPEATS = 3  # of the timed prefill
+CPU_MODES = ("eager", "compile")
+GPU_MODES = (*CPU_MODES, "reduce-overhead", "cuda-graph")
+
+
+# The model. Matmuls and ops take and give bfloat16; all arithmetic between them is float64, rounded to bfloat16 once, at
+# their doors. Eager and Inductor sum in different orders and Inductor keeps values unrounded inside a fused kernel; in
+# float64 what that changes is 1e-16, far below the last bit of a bfloat16, so the modes can be compared bit for bit.
+
+
+class OpBytes(NamedTuple):
+    """Everything that the ops of a MoE block wrote, in the order of the calls."""
+
+    expert_offsets: Tensor
+    blockscale_offsets: Tensor
+    problem_sizes1: Tensor
+    problem_sizes2: Tensor
+    input_permutation: Tensor
+    output_permutation: Tensor
+    sorted_expert_ids: Tensor
+    sorted_rows: Tensor
+    quant_output: Tensor
+    quant_output_scale: Tensor
+    silu_quant_output: Tensor
+    silu_quant_output_scale: Tensor
+    slot_rows: Tensor
+
+
+class Step(NamedTuple):
+    """What a prefill or a decode step returns."""
+
+    tokens: Tensor
+    """int64 [B]: the greedy choice after the last position."""
+    written: list[OpBytes]
+    """The ops' results, layer by layer."""
+
+
+def random_weight(*shape: int) -> Tensor:
+    """bfloat16 [..., out, in] that keeps the variance of what it multiplies."""
+    return (torch.randn(shape) / math.sqrt(shape[-1])).to(torch.bfloat16)
+
+
+def mxfp4_weight(weight: Tensor) -> Tensor:
+    """bfloat16 [E, N, K] -> the same shape, as MXFP4 holds it: rows of a weight quantise as rows of tokens do."""
+    E, N, K = weight.shape
+    experts = torch.arange(E + 1, dtype=torch.int32)
+    expert_offsets, blockscale_offsets = N * experts, math.ceil(N / 128) * 128 * experts
+    stored = mxfp4_experts_quant(weight.view(E * N, K), expert_offsets, blockscale_offsets, E)
+    # Dequantised here, once, and not in every step: grouped_mm reads bfloat16, which holds code * 2^e exactly.
+    return mxfp4_dequantize(*stored, expert_offsets, blockscale_offsets, dtype=torch.bfloat16).view(E, N, K)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """float64 [..., hidden] -> bfloat16."""
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
+
+
+class MoEBlock(nn.Module):
+    """Router and experts: bfloat16 [m, hidden] -> float64 [m, hidden]."""
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        self.E, self.topk, self.n, self.k = args.experts, args.topk, args.intermediate, args.hidden
+        self.register_buffer("router", random_weight(self.E, self.k))
+        self.register_buffer("gate_up", mxfp4_weight(random_weight(self.E, 2 * self.n, self.k)))
+        self.register_buffer("down", mxfp4_weight(random_weight(self.E, self.k, self.n)))
+
+    def grouped_mm(self, rows: QuantizedRows, weight: Tensor, data: MoEMetadata) -> Tensor:
+        """MXFP4 rows [R, K] times the weight of each row's expert, [E, N, K] -> bfloat16 [R, N]."""
+        x = mxfp4_dequantize(*rows, data.expert_offsets, data.blockscale_offsets, dtype=torch.bfloat16)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=data.expert_offsets[1:])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, OpBytes]:
+        # The largest logits are the largest probabilities; their softmax is the renormalised softmax of all.
+        logits, topk_ids = F.linear(x, self.router).topk(self.topk)
+        topk_weights = logits.double().softmax(-1)
+
+        data = get_cutlass_moe_mm_data(topk_ids, self.E, self.n, self.k)
+        expert_rows = (data.expert_offsets, data.blockscale_offsets, self.E, data.sorted_expert_ids)
+
+        sorted_rows = shuffle_rows(x, data.input_permutation)  # token order -> expert order
+        quant = mxfp4_experts_quant(sorted_rows, *expert_rows)
+        gate_up = self.grouped_mm(quant, self.gate_up, data)
+        silu_quant = silu_and_mul_mxfp4_experts_quant(gate_up, *expert_rows)
+        down = self.grouped_mm(silu_quant, self.down, data)
+        slot_rows = shuffle_rows(down, data.output_permutation)  # expert order -> slot order
+
+        y = (topk_weights[..., None] * slot_rows.view(-1, self.topk, self.k)).sum(1)
+        return y, OpBytes(*data, sorted_rows, *quant, *silu_quant, slot_rows)
+
+
+class Attention(nn.Module):
+    """Causal attention over a static KV cache: bfloat16 [B, t, hidden] -> [B, t, hidden]."""
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        self.heads, width = args.heads, args.hidden // args.heads
+        cache = (args.batch, self.heads, args.prompt + args.steps, width)
+        self.register_buffer("qkv", random_weight(3 * args.hidden, args.hidden))
+        self.register_buffer("out", random_weight(args.hidden, args.hidden))
+        self.register_buffer("keys", torch.zeros(cache, dtype=torch.bfloat16))
+        self.register_buffer("values", torch.zeros(cache, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, positions: Tensor, turn: Tensor, future: Tensor) -> Tensor:
+        B, t, hidden = x.shape
+        q, k, v = F.linear(x, self.qkv).view(B, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q.double(), turn), rotate(k.double(), turn)
+        self.keys.index_copy_(2, positions, k.to(torch.bfloat16))
+        self.values.index_copy_(2, positions, v)
+        # Over the whole cache, so that a decode step has the same shapes at every position.
+        scores = q @ self.keys.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
+        y = scores.masked_fill(future, -math.inf).softmax(-1) @ self.values.double()
+        return F.linear(y.to(torch.bfloat16).transpose(1, 2).reshape(B, t, hidden), self.out)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary positions: float64 [..., t, width] turned by the cosines and sines [2, t, width / 2]."""
+    a, b = x.chunk(2, -1)
+    cos, sin = turn
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class MoELanguageModel(nn.Module):
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        width, places = args.hidden // args.heads, torch.arange(args.prompt + args.steps)
+        angles = places[:, None] / 10_000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+        self.register_buffer("places", places)
+        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())))
+        self.register_buffer("embedding", torch.randn(VOCABULARY, args.hidden, dtype=torch.float64))
+        self.register_buffer("head", random_weight(VOCABULARY, args.hidden))
+        self.attention = nn.ModuleList(Attention(args) for _ in range(args.layers))
+        self.moe = nn.ModuleList(MoEBlock(args) for _ in range(args.layers))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Step:
+        """int64 [B, t] at the int64 positions [t] -> the next tokens."""
+        turn, future = self.turns[:, positions], self.places > positions[:, None]
+        x = self.embedding[tokens]
+        written = []
+        for attention, moe in zip(self.attention, self.moe):
+            x = x + attention(rms_norm(x), positions, turn, future)
+            y, op_bytes = moe(rms_norm(x).flatten(0, 1))
+            x = x + y.view_as(x)
+            written.append(op_bytes)
+        logits = F.linear(rms_norm(x[:, -1]), self.head)
+        return Step(logits.argmax(-1), written)
+
+    def prefill(self, tokens: Tensor) -> Step:
+        """The prompts, int64 [B, t], from position 0 on."""
+        return self(tokens, self.places[: tokens.shape[1]])
+
+    def decode_step(self, tokens: Tensor, position: Tensor) -> Step:
+        """One token of each sequence, int64 [B], at the int64 position [1]. A tensor: a Python int would recompile."""
+        return self(tokens[:, None], position)
+
+    def clear(self) -> None:
+        for attention in self.attention:
+            attention.keys.zero_()
+            attention.values.zero_()
+
+
+# The modes
+
+
+@dataclass
+class Inputs:
+    """The tensors that the program reads, always the same ones, so that a captured graph finds them."""
+
+    prompt: Tensor
+    tokens: Tensor
+    position: Tensor
+
+
+class Program:
+    """A mode: two calls without arguments, and what making them took."""
+
+    graph_breaks: int | None = None
+    recompiles: int | None = None
+    captured_graphs: int | None = None
+
+    def __init__(self, model: MoELanguageModel, inputs: Inputs):
+        self.prefill: Callable[[], Step] = lambda: model.prefill(inputs.prompt)
+        self.decode_step: Callable[[], Step] = lambda: model.decode_step(inputs.tokens, inputs.position)
+
+    def count(self) -> None:
+        """Read the counters; call it when the program has run."""
+
+
+class Compiled(Program):
+    def __init__(self, model: MoELanguageModel, inputs: Inputs, mode: str | None = None):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        prefill = torch.compile(model.prefill, fullgraph=True, dynamic=False, mode=mode)
+        decode_step = torch.compile(model.decode_step, fullgraph=True, dynamic=False, mode=mode)
+        self.prefill, self.decode_step = lambda: prefill(inputs.prompt), lambda: decode_step(inputs.tokens, inputs.position)
+
+    def count(self) -> None:
+        counters = torch._dynamo.utils.counters
+        self.graph_breaks = sum(counters["graph_break"].values())
+        self.recompiles = counters["stats"]["unique_graphs"] - 2
+
+
+class ReduceOverhead(Compiled):
+    def __init__(self, model: MoELanguageModel, inputs: Inputs):
+        super().__init__(model, inputs, "reduce-overhead")
+        prefill, decode_step = self.prefill, self.decode_step
+
+        # Results lie in the graphs' own memory until the next step begins; generate() copies what it keeps before that.
+        def as_step(function: Callable[[], Step]) -> Step:
+            torch.compiler.cudagraph_mark_step_begin()
+            return function()
+
+        self.prefill, self.decode_step = lambda: as_step(prefill), lambda: as_step(decode_step)
+
+    def count(self) -> None:
+        super().count()
+        from torch._inductor.cudagraph_trees import get_manager
+
+        manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        self.captured_graphs = sum(1 + root.num_descendants() for root in manager.get_roots()) if manager else 0
+
+
+class Captured(Program):
+    captured_graphs = 0
+
+    def __init__(self, model: MoELanguageModel, inputs: Inputs):
+        super().__init__(model, inputs)
+        self.prefill, self.decode_step = self.capture(self.prefill), self.capture(self.decode_step)
+
+    def capture(self, function: Callable[[], Step]) -> Callable[[], Step]:
+        # Once outside the capture, on the side stream that it needs: libraries set themselves up in their first call.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = function()
+        self.captured_graphs += 1
+
+        def replay() -> Step:
+            graph.replay()
+            return result
+
+        return replay
+
+
+PROGRAMS: dict[str, Callable[[MoELanguageModel, Inputs], Program]] = {
+    "eager": Program,
+    "compile": Compiled,
+    "reduce-overhead": ReduceOverhead,
+    "cuda-graph": Captured,
+}
+
+
+# Running and comparing
+
+
+@dataclass
+class Run:
+    """What a mode produced: tokens int64 [steps, B] of the recorded and of the timed pass, and the ops' results."""
+
+    tokens: Tensor
+    timed_tokens: Tensor
+    written: list[list[OpBytes]]
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+
+    def differing_tokens(self, reference: "Run") -> str | None:
+        for name, tokens in (("", self.tokens), (" of the timed pass", self.timed_tokens)):
+            for step, (ours, theirs) in enumerate(zip(tokens, reference.tokens)):
+                if not torch.equal(ours, theirs):
+                    return f"tokens{name} differ first in step {step}: {ours.tolist()}, eager {theirs.tolist()}"
+        return None
+
+    def differing_bytes(self, reference: "Run") -> str | None:
+        for step, layers in enumerate(zip(self.written, reference.written)):
+            for layer, (ours, theirs) in enumerate(zip(*layers)):
+                for name, a, b in zip(OpBytes._fields, ours, theirs):
+                    different = a.view(torch.uint8) != b.view(torch.uint8)
+                    if different.any():
+                        count = f"{int(different.sum())} of {different.numel()} bytes"
+                        return f"bytes differ first in step {step}, layer {layer}: {name}, {count}"
+        return None
+
+
+class Progress:
+    """A bar on stderr; where that is no terminal, a line for each label."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.label, self.live = total, 0, "", sys.stderr.isatty()
+
+    def show(self, label: str) -> None:
+        if self.live:
+            filled = 30 * self.done // self.total
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\r[{bar}] {self.done}/{self.total} {label:<40}", end="", file=sys.stderr, flush=True)
+        elif label != self.label:
+            print(label, file=sys.stderr, flush=True)
+        self.label = label
+
+    def advance(self) -> None:
+        self.done += 1
+        self.show(self.label)
+
+    def close(self) -> None:
+        if self.live:
+            print(f"\r{'':<100}\r", end="", file=sys.stderr, flush=True)
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def generate(program: Program, inputs: Inputs, steps: int, each: Callable[[Step], None]) -> tuple[Tensor, float]:
+    """Prefill, then decode greedily: the tokens [steps, B] of which the first is the prefill's, and decoding seconds."""
+    device = inputs.tokens.device
+    tokens = inputs.tokens.new_empty(steps, inputs.tokens.shape[0])
+    inputs.position.fill_(inputs.prompt.shape[1])
+    step = program.prefill()
+    begin = now(device)
+    for i in range(steps):
+        tokens[i] = step.tokens
+        each(step)
+        if i + 1 < steps:
+            inputs.tokens.copy_(step.tokens)
+            step = program.decode_step()
+            inputs.position += 1
+    return tokens.cpu(), now(device) - begin
+
+
+def run_mode(name: str, model: MoELanguageModel, inputs: Inputs, steps: int, progress: Progress) -> tuple[Program, Run]:
+    device, B = inputs.tokens.device, inputs.tokens.shape[0]
+    progress.show(f"{name}: set-up")
+    inputs.position.fill_(inputs.prompt.shape[1])
+    program = PROGRAMS[name](model, inputs)
+    for _ in range(WARM_UP):
+        program.prefill()
+        program.decode_step()
+        progress.advance()
+
+    progress.show(f"{name}: recorded pass")
+    written = []
+
+    def record(step: Step) -> None:
+        # Copied before the next step, which may write over them.
+        written.append([OpBytes(*(t.to("cpu", copy=True) for t in layer)) for layer in step.written])
+        progress.advance()
+
+    model.clear()  # what another mode left there would hide a cache that this one does not write
+    tokens, _ = generate(program, inputs, steps, record)
+
+    progress.show(f"{name}: timed pass")
+    model.clear()
+    timed_tokens, seconds = generate(program, inputs, steps, lambda step: None)
+    run = Run(tokens, timed_tokens, written, decode_rate=B * (steps - 1) / seconds)
+    begin = now(device)
+    for _ in range(REPEATS):
+        program.prefill()
+    run.prefill_rate = REPEATS * inputs.prompt.numel() / (now(device) - begin)
+    progress.advance()
+    program.count()
+    return program, run
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    return "\n".join((lines[0], "  ".join("-" * w for w in widths), *lines[1:]))
+
+
+def read_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tensor:
+    """int64 [B, prompt]: windows of the text, spread over it."""
+    try:
+        text = args.text.read_bytes()
+    except OSError as error:
+        parser.error(f"--text: cannot read {args.text}: {error.strerror}")
+    if len(text) < args.prompt:
+        parser.error(f"--text: {args.text} has {len(text)} bytes, fewer than --prompt {args.prompt}")
+    starts = torch.linspace(0, len(text) - args.prompt, args.batch).long().tolist()
+    return torch.tensor([list(text[start : start + args.prompt]) for start in starts])
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
+    has_gpu = _library.cuda.loaded and torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description="Decode with a small random MoE model on mxfp4_ops: eager, compiled, captured; compare tokens and bytes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--experts", type=int, default=8, metavar="E", help="experts of each layer")
+    add("--topk", type=int, default=2, help="experts of each token")
+    add("--layers", type=int, default=2, help="layers, each of attention and experts")
+    add("--hidden", type=int, default=256, metavar="K", help="hidden size, a multiple of 32 and of twice --heads")
+    add("--intermediate", type=int, default=256, metavar="N", help="intermediate size of an expert, a multiple of 32")
+    add("--heads", type=int, default=4, help="attention heads")
+    add("--batch", type=int, default=2, metavar="B", help="sequences decoded together, from different places of the text")
+    add("--prompt", type=int, default=128, metavar="TOKENS", help="bytes of the text in each prompt")
+    add("--steps", type=int, default=64, help="tokens to generate, at least 2")
+    add("--text", type=Path, default=Path(__file__).parents[1] / "LICENSE", metavar="FILE", help="the text to read")
+    add("--seed", type=int, default=0, help="seed of the weights")
+    add("--device", default="cuda" if has_gpu else "cpu", help="cpu, cuda or cuda:INDEX")
+    add("--modes", metavar="LIST", help=f"of {','.join(GPU_MODES)}; eager always runs, first (default: all of the device)")
+    args = parser.parse_args(argv)
+
+    for name in ("experts", "topk", "layers", "hidden", "intermediate", "heads", "batch", "prompt", "steps"):
+        if getattr(args, name) < (least := 2 if name == "steps" else 1):
+            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if args.topk > args.experts:
+        parser.error(f"--topk must be at most --experts {args.experts}, got {args.topk}")
+    for name, divisor in (("hidden", 32), ("intermediate", 32), ("hidden", 2 * args.heads)):
+        if getattr(args, name) % divisor:
+            parser.error(f"--{name} must be a multiple of {divisor}, got {getattr(args, name)}")
+    try:
+        args.device = torch.device(args.device)
+    except RuntimeError:
+        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device!r}")
+    if args.device.type not in ("cpu", "cuda"):
+        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {str(args.device)!r}")
+    if args.device.type == "cuda" and not has_gpu:
+        parser.error(f"--device cuda: {_library.cuda.reason or 'no CUDA device'}")
+    available = GPU_MODES if args.device.type == "cuda" else CPU_MODES
+    wanted = set(args.modes.split(",")) if args.modes else set(available)
+    if unknown := sorted(wanted - set(available)):
+        parser.error(f"--modes must be of {','.join(available)} on {args.device.type}, got {','.join(unknown)}")
+    args.modes = [mode for mode in available if mode == "eager" or mode in wanted]
+    return args, read_windows(parser, args)
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> int:
+    args, windows = parse(argv)
+    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(
+        f"torch {torch.__version__}, {args.device} ({where}): {args.layers} layers, E {args.experts}, topk {args.topk}, "
+        f"hidden {args.hidden}, intermediate {args.intermediate}; {args.batch} x ({args.prompt} + {args.steps}) bytes of "
+        f"{args.text}",
+        flush=True,
+    )
+    # Padding a matmul lets the library choose another kernel, with other last bits than eager's.
+    torch._inductor.config.shape_padding = False
+    torch.manual_seed(args.seed)
+    with torch.cuda.device(args.device) if args.device.type == "cuda" else nullcontext():
+        model = MoELanguageModel(args).to(args.device)
+        tokens, position = torch.zeros(args.batch, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        inputs = Inputs(*(t.to(args.device) for t in (windows, tokens, position)))
+        progress = Progress(len(args.modes) * (WARM_UP + args.steps + 1))
+        results = {mode: run_mode(mode, model, inputs, args.steps, progress) for mode in args.modes}
+        progress.close()
+
+    def cell(count: int | None) -> str:
+        return "-" if count is None else str(count)
+
+    heading = "mode,prefill tok/s,decode tok/s,graph breaks,recompiles,captured graphs,tokens agree,bytes agree"
+    rows, differences = [tuple(heading.split(","))], []
+    reference = results["eager"][1]
+    for mode, (program, run) in results.items():
+        tokens_differ, bytes_differ = run.differing_tokens(reference), run.differing_bytes(reference)
+        differences += [f"{mode}: {difference}" for difference in (tokens_differ, bytes_differ) if difference]
+        rates = f"{run.prefill_rate:,.0f}", f"{run.decode_rate:,.0f}"
+        counts = map(cell, (program.graph_breaks, program.recompiles, program.captured_graphs))
+        rows.append((mode, *rates, *counts, "NO" if tokens_differ else "yes", "NO" if bytes_differ else "yes"))
+    print(table(rows))
+    compared = sum(t.nbytes for step in reference.written for layer in step for t in layer)
+    print(f"\n{reference.tokens.numel()} tokens and {compared:,} bytes of the ops' results compared with eager in each mode")
+    print(f"text      ...{bytes(windows[0, -48:].tolist())!r}")
+    print(f"decoded   {bytes(reference.tokens[:, 0].tolist())!r}  (random weights: gibberish)")
+    for difference in differences:
+        print(f"DIFFERENT {difference}")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Fixtures and markers shared by all tests."""
+
+import pytest
+import torch
+
+import mxfp4_ops
+from mxfp4_ops import _library
+
+
+def _no_gpu_reason() -> str | None:
+    if not _library.cuda.loaded:
+        return f"no CUDA kernels: {_library.cuda.reason}"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return None
+
+
+NO_GPU = _no_gpu_reason()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if NO_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    """Each device of the package: "cpu", and "cuda" where there is one."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _no_sticky_cuda_error():
+    yield
+    if not NO_GPU:
+        torch.cuda.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def pytest_report_header() -> str:
+    return f"mxfp4_ops {mxfp4_ops.__version__}, torch {torch.__version__}, CUDA kernels: {NO_GPU or 'tested'}"

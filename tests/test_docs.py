@@ -1,0 +1,30 @@
+"""The examples in docstrings and README run as they stand."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+import mxfp4_ops.layout
+import mxfp4_ops.ops
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.mark.parametrize("module", [mxfp4_ops.ops, mxfp4_ops.layout])
+def test_docstring_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("name", [name for name in mxfp4_ops.__all__ if callable(getattr(mxfp4_ops, name))])
+def test_every_public_name_says_what_it_is(name):
+    assert (getattr(mxfp4_ops, name).__doc__ or "").strip()
+
+
+def test_readme_examples():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), {})
