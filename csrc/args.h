@@ -10,7 +10,8 @@ struct MetadataArgs {
   int64_t rows, topk;    // R = m * topk
   int64_t num_experts;
   int32_t n1, n, k;      // n1: columns of the first GEMM, 2n when gated
-  const int32_t* expert_map;  // [expert_map_size] or null
+  bool has_expert_map;        // an empty map has no address, and maps nothing
+  const int32_t* expert_map;  // [expert_map_size]
   int64_t expert_map_size;
   int32_t* expert_offsets;      // [E + 1]
   int32_t* blockscale_offsets;  // [E + 1] or null

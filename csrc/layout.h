@@ -26,9 +26,10 @@ MXFP4_HD int64_t scale_rows(int64_t R, int64_t E) {
   return (R + (kTileRows - 1) * (R < E ? R : E)) / kTileRows * kTileRows;
 }
 
-// Byte of (row r of an expert, block c) behind the expert's first byte, which is 4 * T * blockscale_offsets[e].
-MXFP4_HD int64_t scale_byte(int64_t r, int64_t c, int64_t T) {
-  return (r / kTileRows * T + c / kTileBlocks) * kTileBytes + (r % 32) * 16 + (r / 32) % 4 * 4 + c % kTileBlocks;
+// Byte of (row r of an expert, block c) behind the expert's first byte, which is 4 * T * blockscale_offsets[e]. Unsigned, so
+// that the divisions are shifts.
+MXFP4_HD int64_t scale_byte(uint32_t r, uint32_t c, int64_t T) {
+  return (r / 128u * T + c / 4u) * kTileBytes + (r % 32u * 16u + r / 32u % 4u * 4u + c % 4u);
 }
 
 }  // namespace mxfp4

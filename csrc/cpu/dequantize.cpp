@@ -26,10 +26,11 @@ void run(const DequantizeArgs& a, const ExpertRows& experts) {
         std::fill_n(out, a.K, Value{0});
         continue;
       }
+      const auto r = static_cast<uint32_t>(row - experts.begin(e));
       const uint8_t* packed = a.packed + row * a.row_stride;
       const uint8_t* scales = a.scale + kTileBlocks * tiles * a.blockscale_offsets[e];
       for (int64_t b = 0; b < a.K / kBlock; ++b, packed += kBlock / 2, out += kBlock) {
-        const float scale = scale_to_float(scales[scale_byte(row - experts.begin(e), b, tiles)]);
+        const float scale = scale_to_float(scales[scale_byte(r, static_cast<uint32_t>(b), tiles)]);
         Value values[16];
         for (uint32_t code = 0; code < 16; ++code) values[code] = T::from_float(e2m1_to_float(code, scale));
         for (int i = 0; i < kBlock / 2; ++i) {

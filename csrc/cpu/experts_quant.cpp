@@ -10,7 +10,7 @@ namespace {
 
 // Scales of one row, K / 32 bytes, to their places in the tiles of scale row r.
 void store_scales(const uint8_t* flat, int64_t blocks, int64_t T, int64_t r, uint8_t* expert_scale) {
-  uint8_t* tile = expert_scale + scale_byte(r, 0, T);
+  uint8_t* tile = expert_scale + scale_byte(static_cast<uint32_t>(r), 0, T);
   for (int64_t c = 0; c < blocks; c += kTileBlocks, tile += kTileBytes)
     std::memcpy(tile, flat + c, static_cast<size_t>(std::min(kTileBlocks, blocks - c)));
 }

@@ -14,7 +14,7 @@ void run(const MetadataArgs& a) {
   const int64_t E = a.num_experts;
   auto expert_of = [&](int64_t slot) -> int64_t {
     int64_t id = ids[slot];
-    if (a.expert_map != nullptr) id = id >= 0 && id < a.expert_map_size ? a.expert_map[id] : -1;
+    if (a.has_expert_map) id = id >= 0 && id < a.expert_map_size ? a.expert_map[id] : -1;
     return id >= 0 && id < E ? id : E;
   };
 

@@ -8,10 +8,10 @@ namespace {
 
 template <typename T, bool kSilu, int kPerLane>
 void launch(const QuantArgs& a, cudaStream_t stream) {
-  const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane);
   const int64_t padding_blocks = a.zero_padding ? a.scale_rows / kTileRows : 0;
-  const auto blocks = static_cast<unsigned>(grid.blocks() + padding_blocks);
-  experts_quant_kernel<T, kSilu, kPerLane><<<blocks, grid.threads, 0, stream>>>(a, grid.row_blocks, grid.chunks);
+  const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane, padding_blocks);
+  const auto row_blocks = static_cast<unsigned>(grid.blocks.x - padding_blocks);
+  experts_quant_kernel<T, kSilu, kPerLane><<<grid.blocks, grid.threads, 0, stream>>>(a, row_blocks);
   check_cuda(a.op, cudaGetLastError());
 }
 

@@ -58,26 +58,26 @@ class OnDevice {
   cudaStream_t stream_ = nullptr;
 };
 
-// A block holds threads.x lanes along the units of a row and threads.y rows; a row is `chunks` blocks long. Every lane
-// takes up to `per_lane` units, threads.x apart. threads.x is a power of two or a multiple of 32, so that four or sixteen
+// A block holds threads.x lanes along the units of a row and threads.y rows; a row is blocks.y * blocks.z blocks long
+// (y alone ends at 65,535). Every lane takes
+// up to `per_lane` units, threads.x apart. threads.x is a power of two or a multiple of 32, so that four or sixteen
 // neighbours of a row are always in one warp.
 struct RowGrid {
-  dim3 threads;
-  int64_t row_blocks;
-  int chunks;
-  int64_t blocks() const { return row_blocks * chunks; }
+  dim3 threads, blocks;
 };
 
-inline RowGrid row_grid(int64_t rows, int64_t units, int per_lane) {
+inline RowGrid row_grid(int64_t rows, int64_t units, int per_lane, int64_t extra_blocks = 0) {
   const int64_t lanes = ceil_div(units, per_lane);
   unsigned x = 4;
   while (x < 32 && x < lanes) x *= 2;
   if (lanes > 32) x = static_cast<unsigned>(std::min<int64_t>(256, round_up(lanes, 32)));
   const unsigned y = std::max(1u, 256u / x);
-  return RowGrid{dim3(x, y), ceil_div(rows, y), static_cast<int>(ceil_div(units, static_cast<int64_t>(x) * per_lane))};
+  const int64_t chunks = ceil_div(units, static_cast<int64_t>(x) * per_lane), z = ceil_div(chunks, 65535);
+  return RowGrid{dim3(x, y), dim3(static_cast<unsigned>(ceil_div(rows, y) + extra_blocks),
+                                  static_cast<unsigned>(ceil_div(chunks, z)), static_cast<unsigned>(z))};
 }
 
-// Few units: one a lane, for the latency of a lane counts. Many: four loads in flight each.
-inline bool many_units(int64_t rows, int64_t units) { return rows * units >= int64_t{1} << 19; }
+// Few units: one a lane, for the latency of a lane counts. Many of long rows: four loads in flight each.
+inline bool many_units(int64_t rows, int64_t units) { return units >= 128 && rows * units >= int64_t{1} << 18; }
 
 }  // namespace mxfp4::cuda

@@ -9,8 +9,7 @@ namespace {
 template <typename Unit, typename Index, int kPerLane>
 void launch(const ShuffleArgs& a, cudaStream_t stream) {
   const RowGrid grid = row_grid(a.rows, a.row_bytes / static_cast<int64_t>(sizeof(Unit)), kPerLane);
-  shuffle_rows_kernel<Unit, Index, kPerLane>
-      <<<static_cast<unsigned>(grid.blocks()), grid.threads, 0, stream>>>(a, grid.chunks);
+  shuffle_rows_kernel<Unit, Index, kPerLane><<<grid.blocks, grid.threads, 0, stream>>>(a);
   check_cuda("shuffle_rows", cudaGetLastError());
 }
 

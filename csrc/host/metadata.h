@@ -46,6 +46,7 @@ struct Metadata {
     args.n1 = static_cast<int32_t>(is_gated ? 2 * n : n);
     args.n = static_cast<int32_t>(n);
     args.k = static_cast<int32_t>(k);
+    args.has_expert_map = map.has_value();
     args.expert_map = data<int32_t>(map);
     args.expert_map_size = map.has_value() ? map->numel() : 0;
     args.expert_offsets = mutable_data<int32_t>(expert_offsets);

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <initializer_list>
@@ -33,7 +34,7 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const T
   for (int64_t i = dim - 1; i >= 0; --i) {
     shape[i] = sizes.begin()[i];
     strides[i] = step;
-    step *= shape[i];
+    step *= std::max<int64_t>(shape[i], 1);
   }
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(

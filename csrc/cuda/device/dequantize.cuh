@@ -3,6 +3,7 @@
 #include "../../args.h"
 #include "e2m1.cuh"
 #include "experts.cuh"
+#include "rows.cuh"
 
 namespace mxfp4::cuda {
 
@@ -23,16 +24,15 @@ __device__ __forceinline__ void store_values(void* output, int64_t unit, const f
 }
 
 template <FloatType kType, int kPerLane>
-__global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a, const int chunks) {
-  const int64_t block = blockIdx.x, units = a.K / 8, tiles = scale_tiles(a.K);
-  const int64_t row = block / chunks * blockDim.y + threadIdx.y;
+__global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a) {
+  const int units = static_cast<int>(a.K / 8), tiles = static_cast<int>(scale_tiles(a.K));
+  const int row = row_index(), first = static_cast<int>(first_unit<kPerLane>());
   const bool in_range = row < a.rows;
-  const int64_t first_unit = block % chunks * (blockDim.x * kPerLane) + threadIdx.x;
   const uint32_t* packed = reinterpret_cast<const uint32_t*>(a.packed + row * a.row_stride);
   uint32_t codes[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    const int64_t u = first_unit + i * blockDim.x;
+    const int u = first + i * blockDim.x;
     codes[i] = in_range && u < units ? __ldg(packed + u) : 0;
   }
   const int E = static_cast<int>(a.num_experts);
@@ -41,15 +41,15 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a,
   const ScaleRow s = scale_row(a.expert_offsets, a.blockscale_offsets, E, a.scale_rows, row, expert);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    const int64_t u = first_unit + i * blockDim.x;
+    const int u = first + i * blockDim.x;
     if (u >= units) continue;
     float v[8] = {};
     if (s.valid) {
-      const float scale = scale_to_float(a.scale[scale_word(s, tiles, u / 16) + u / 4 % 4]);
+      const float scale = scale_to_float(a.scale[scale_address(s, tiles, u / 4)]);
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = e2m1_to_float(codes[i] >> (4 * j) & 15u, scale);
     }
-    store_values<kType>(a.output, row * units + u, v);
+    store_values<kType>(a.output, static_cast<int64_t>(row) * units + u, v);
   }
 }
 

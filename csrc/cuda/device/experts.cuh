@@ -11,7 +11,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Number of experts whose range ends at or before `row`, which is the expert of `row`, or num_experts. All lanes of the
 // warp ask for the same row: 32 ends are compared at a time.
-__device__ __forceinline__ int search_warp(const int32_t* __restrict__ offsets, int num_experts, int64_t row) {
+__device__ __forceinline__ int search_warp(const int32_t* __restrict__ offsets, int num_experts, int row) {
   const int lane = (threadIdx.y * blockDim.x + threadIdx.x) & 31;
   int count = 0;
   for (int base = 0; base < num_experts; base += 128) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ int search_warp(const int32_t* __restrict__ offsets, 
 }
 
 // The same for one thread.
-__device__ __forceinline__ int search_thread(const int32_t* __restrict__ offsets, int num_experts, int64_t row) {
+__device__ __forceinline__ int search_thread(const int32_t* __restrict__ offsets, int num_experts, int row) {
   int low = 0, high = num_experts;
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -40,32 +40,32 @@ __device__ __forceinline__ int search_thread(const int32_t* __restrict__ offsets
 }
 
 // A row is a whole number of warps wide, or several rows share one.
-__device__ __forceinline__ int search(const int32_t* __restrict__ offsets, int num_experts, int64_t row) {
+__device__ __forceinline__ int search(const int32_t* __restrict__ offsets, int num_experts, int row) {
   return blockDim.x >= 32 ? search_warp(offsets, num_experts, row) : search_thread(offsets, num_experts, row);
 }
 
 struct ScaleRow {
   bool valid;
-  int64_t first;  // first scale row of the expert
-  int64_t r;      // row within the expert
+  int32_t first;  // first scale row of the expert
+  uint32_t r;     // row within the expert
 };
 
 __device__ __forceinline__ ScaleRow scale_row(const int32_t* __restrict__ expert_offsets,
                                               const int32_t* __restrict__ blockscale_offsets, int num_experts,
-                                              int64_t scale_rows, int64_t row, int expert) {
+                                              int64_t scale_rows, int row, int expert) {
   ScaleRow s{false, 0, 0};
   if (expert < 0 || expert >= num_experts) return s;
-  const int64_t begin = expert_offsets[expert], end = expert_offsets[expert + 1];
+  const int32_t begin = expert_offsets[expert], end = expert_offsets[expert + 1];
   s.first = blockscale_offsets[expert];
-  s.r = row - begin;
-  s.valid = row >= begin && row < end && begin >= 0 && s.first >= 0 &&
-            s.first + (s.r / kTileRows + 1) * kTileRows <= scale_rows;
+  s.r = static_cast<uint32_t>(row) - static_cast<uint32_t>(begin);
+  s.valid = begin >= 0 && row >= begin && row < end && s.first >= 0 &&
+            int64_t{s.first} + (s.r / kTileRows + 1) * kTileRows <= scale_rows;
   return s;
 }
 
-// First scale byte of a row in the tile of units 16 * tile .. (8 columns each).
-__device__ __forceinline__ int64_t scale_word(const ScaleRow& s, int64_t tiles, int64_t tile) {
-  return kTileBlocks * tiles * s.first + scale_byte(s.r, kTileBlocks * tile, tiles);
+// Scale byte of a row's block of 32 columns.
+__device__ __forceinline__ int64_t scale_address(const ScaleRow& s, int tiles, unsigned block) {
+  return int64_t{s.first} * (4 * tiles) + scale_byte(s.r, block, tiles);
 }
 
 }  // namespace mxfp4::cuda

@@ -24,29 +24,8 @@ __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
 template <typename Id>
 __device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
   int64_t id = static_cast<const Id*>(a.topk_ids)[slot];
-  if (a.expert_map != nullptr) id = id >= 0 && id < a.expert_map_size ? a.expert_map[id] : -1;
+  if (a.has_expert_map) id = id >= 0 && id < a.expert_map_size ? a.expert_map[id] : -1;
   return static_cast<int>(id >= 0 && id < a.num_experts ? id : a.num_experts);
-}
-
-// body(slot, in range, expert, lanes with the same expert) for every 32 slots of this warp's stretch, in order.
-template <typename Id, typename Body>
-__device__ __forceinline__ void for_slots(const MetadataArgs& a, int64_t begin, int64_t end, int bits, Body body) {
-  constexpr int kAhead = 4;
-  const int lane = threadIdx.x & 31, none = static_cast<int>(a.num_experts);
-  for (int64_t first = begin; first < end; first += 32 * kAhead) {
-    int expert[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t slot = first + 32 * i + lane;
-      expert[i] = slot < end ? expert_of<Id>(a, slot) : none;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + 32 * i >= end) break;
-      const int64_t slot = first + 32 * i + lane;
-      body(slot, slot < end, expert[i], same_expert(expert[i], bits));
-    }
-  }
 }
 
 // histograms: [slot_warps][E], in shared memory where it fits, else `scratch`.
@@ -57,18 +36,36 @@ __global__ void __launch_bounds__(kMetadataThreads)
   __shared__ int32_t warp_rows[32], warp_tiles[32];
   int32_t* histograms = scratch != nullptr ? scratch : shared;
   const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int bits = 32 - __clz(E);
-  const unsigned lanes_before = (1u << lane) - 1u;
   const int64_t stretch = round_up(ceil_div(a.rows, slot_warps), 32);
   const int64_t begin = warp < slot_warps ? min(warp * stretch, a.rows) : a.rows, end = min(begin + stretch, a.rows);
   int32_t* mine = histograms + static_cast<int64_t>(warp) * E;
 
   for (int64_t i = tid; i < static_cast<int64_t>(slot_warps) * E; i += threads) histograms[i] = 0;
   __syncthreads();
-  for_slots<Id>(a, begin, end, bits, [&](int64_t, bool, int expert, unsigned same) {
-    if (expert < E && (same & lanes_before) == 0) mine[expert] += __popc(same);
-    __syncwarp();
-  });
+
+  // Slots: each one's rank among those of its warp and expert, kept where its sorted row will be.
+  const int bits = 32 - __clz(E);
+  constexpr int kAhead = 4;  // ids loaded ahead of the ballots
+  for (int64_t first = begin; first < end; first += 32 * kAhead) {
+    int expert[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t slot = first + 32 * i + lane;
+      expert[i] = slot < end ? expert_of<Id>(a, slot) : E;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + 32 * i >= end) break;
+      const unsigned same = same_expert(expert[i], bits), before = same & ((1u << lane) - 1u);
+      if (expert[i] < E) {
+        const int32_t rank = mine[expert[i]];
+        a.output_permutation[first + 32 * i + lane] = rank + __popc(before);
+        __syncwarp(same);
+        if (before == 0) mine[expert[i]] = rank + __popc(same);
+      }
+      __syncwarp();
+    }
+  }
   __syncthreads();
 
   // Experts: counts, their running sums, and for each warp the sorted row of its first slot of the expert.
@@ -116,19 +113,19 @@ __global__ void __launch_bounds__(kMetadataThreads)
     if (a.blockscale_offsets != nullptr) a.blockscale_offsets[E] = tiles_before * static_cast<int32_t>(kTileRows);
   }
 
-  for_slots<Id>(a, begin, end, bits, [&](int64_t slot, bool in_range, int expert, unsigned same) {
-    const bool routed = expert < E;
-    const int32_t first = routed ? mine[expert] : 0;
-    __syncwarp();
-    if (routed && (same & lanes_before) == 0) mine[expert] = first + __popc(same);
-    __syncwarp();
-    if (!in_range) return;
-    const int32_t row = routed ? first + __popc(same & lanes_before) : -1;
+  const auto topk = static_cast<uint32_t>(a.topk);  // slots fit 31 bits, and 32-bit division is short
+#pragma unroll 4
+  for (int64_t slot = begin + lane; slot < end; slot += 32) {
+    const int expert = expert_of<Id>(a, slot);
+    if (expert == E) {
+      a.output_permutation[slot] = -1;
+      continue;
+    }
+    const int32_t row = mine[expert] + a.output_permutation[slot];
     a.output_permutation[slot] = row;
-    if (!routed) return;
-    a.input_permutation[row] = static_cast<int32_t>(slot / a.topk);
+    a.input_permutation[row] = static_cast<int32_t>(static_cast<uint32_t>(slot) / topk);
     if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = expert;
-  });
+  }
   for (int64_t row = rows_before + tid; row < a.rows; row += threads) {
     a.input_permutation[row] = -1;
     if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = -1;

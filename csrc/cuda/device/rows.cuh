@@ -1,0 +1,18 @@
+// Where a lane is in the grid that row_grid (../launch.h) made.
+#pragma once
+#include <cstdint>
+
+namespace mxfp4::cuda {
+
+__device__ __forceinline__ unsigned chunk_index() { return blockIdx.z * gridDim.y + blockIdx.y; }
+__device__ __forceinline__ unsigned chunk_count() { return gridDim.y * gridDim.z; }
+
+__device__ __forceinline__ int row_index() { return static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y); }
+
+// A lane's units are this one and the next kPerLane - 1, blockDim.x apart.
+template <int kPerLane>
+__device__ __forceinline__ int64_t first_unit() {
+  return int64_t{chunk_index()} * (blockDim.x * kPerLane) + threadIdx.x;
+}
+
+}  // namespace mxfp4::cuda
