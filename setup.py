@@ -17,7 +17,9 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    sys.exit(f"mxfp4_ops builds against torch's headers; install torch>=2.11 first and build with --no-build-isolation ({error})")
+    sys.exit(
+        f"mxfp4_ops builds against torch's headers; install torch>=2.11, then build with --no-build-isolation ({error})"
+    )
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 ALL_ARCHS = "8.0+PTX;9.0a;10.0a;12.0a"  # PTX of the oldest: what comes after these compiles it when it loads
@@ -31,7 +33,9 @@ def sources(folder: str, *extensions: str) -> list[str]:
 
 
 def headers() -> list[str]:
-    return sorted(p for ext in ("h", "cuh") for p in glob.glob(os.path.join(ROOT, "csrc", "**", f"*.{ext}"), recursive=True))
+    return sorted(
+        p for ext in ("h", "cuh") for p in glob.glob(os.path.join(ROOT, "csrc", "**", f"*.{ext}"), recursive=True)
+    )
 
 
 def find_cuda() -> tuple[str | None, str]:
@@ -62,13 +66,29 @@ def cuda_homes() -> list[str]:
 
 def find_cudart(home: str) -> str | None:
     """CUDA's runtime library, the static one where there is one: then torch may have another."""
-    folders = [os.path.join(home, folder) for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
-    found = [path for name in ("libcudart_static.a", "libcudart.so*") for f in folders for path in glob.glob(os.path.join(f, name))]
+    folders = [
+        os.path.join(home, folder) for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    ]
+    found = [
+        path
+        for name in ("libcudart_static.a", "libcudart.so*")
+        for f in folders
+        for path in glob.glob(os.path.join(f, name))
+    ]
     return found[0] if found else None
 
 
 def extensions() -> list:
-    cxx = ["-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0", *STABLE_ABI, *WARNINGS]
+    cxx = [
+        "-O3",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-g0",
+        *STABLE_ABI,
+        *WARNINGS,
+    ]
     cpu = cpp_extension.CppExtension(
         "mxfp4_ops._C",
         ["csrc/schemas.cpp", *sources("cpu", "cpp")],
@@ -96,7 +116,17 @@ def extensions() -> list:
         libraries=["dl", "rt", "pthread"],
         extra_compile_args={
             "cxx": [*cxx, "-DUSE_CUDA", archs_macro],
-            "nvcc": ["-O3", "-DUSE_CUDA", "-lineinfo", *STABLE_ABI, archs_macro, "-Xcompiler", "-fvisibility=hidden", "--threads", "2"],
+            "nvcc": [
+                "-O3",
+                "-DUSE_CUDA",
+                "-lineinfo",
+                *STABLE_ABI,
+                archs_macro,
+                "-Xcompiler",
+                "-fvisibility=hidden",
+                "--threads",
+                "2",
+            ],
         },
         # The symbol of the current stream lives in torch's CUDA library, which only libtorch.so pulls in.
         extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-Wl,--exclude-libs,ALL"],

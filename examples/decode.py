@@ -8,8 +8,8 @@ activations are MXFP4. It prefills windows of a text file and decodes greedily, 
     reduce-overhead  the same with mode="reduce-overhead": Inductor captures CUDA graphs (GPU only)
     cuda-graph       the eager code captured with torch.cuda.graph and replayed (GPU only)
 
-A table then shows the speed of each mode, and whether its tokens and every byte that the ops wrote equal eager's. The exit
-status is 1 if they do not. The weights are random, so the text is gibberish; it depends on every op all the same.
+A table then shows the speed of each mode, and whether its tokens and every byte that the ops read and wrote equal
+eager's. The exit status is 1 if they do not. The weights are random: the text is gibberish, but each op decides it.
 
     python examples/decode.py --help
 """
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._dynamo.utils
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,14 +48,16 @@ CPU_MODES = ("eager", "compile")
 GPU_MODES = (*CPU_MODES, "reduce-overhead", "cuda-graph")
 
 
-# The model. Matmuls and ops take and give bfloat16; all arithmetic between them is float64, rounded to bfloat16 once, at
-# their doors. Eager and Inductor sum in different orders and Inductor keeps values unrounded inside a fused kernel; in
-# float64 what that changes is 1e-16, far below the last bit of a bfloat16, so the modes can be compared bit for bit.
+# The model. Matmuls and ops take and give bfloat16; the arithmetic between them is float64, rounded to bfloat16 once,
+# at their doors. Eager and Inductor sum in different orders, and a fused kernel skips the roundings between its parts.
+# In float64 that is worth 1e-16, too little to turn a bit of a bfloat16: the modes can be compared bit for bit.
 
 
 class OpBytes(NamedTuple):
-    """Everything that the ops of a MoE block wrote, in the order of the calls."""
+    """What the ops of a MoE block read and wrote, in the order of the calls: the first difference names its cause."""
 
+    hidden_states: Tensor
+    topk_ids: Tensor
     expert_offsets: Tensor
     blockscale_offsets: Tensor
     problem_sizes1: Tensor
@@ -64,9 +68,20 @@ class OpBytes(NamedTuple):
     sorted_rows: Tensor
     quant_output: Tensor
     quant_output_scale: Tensor
+    gate_up: Tensor
     silu_quant_output: Tensor
     silu_quant_output_scale: Tensor
+    down: Tensor
     slot_rows: Tensor
+
+
+# Who wrote the fields that the quant, shuffle and metadata ops only read.
+WRITERS = {
+    "hidden_states": "attention and norm",
+    "topk_ids": "the router",
+    "gate_up": "mxfp4_dequantize and grouped_mm",
+    "down": "mxfp4_dequantize and grouped_mm",
+}
 
 
 class Step(NamedTuple):
@@ -74,8 +89,8 @@ class Step(NamedTuple):
 
     tokens: Tensor
     """int64 [B]: the greedy choice after the last position."""
-    written: list[OpBytes]
-    """The ops' results, layer by layer."""
+    op_bytes: list[OpBytes]
+    """Layer by layer."""
 
 
 def random_weight(*shape: int) -> Tensor:
@@ -129,7 +144,7 @@ class MoEBlock(nn.Module):
         slot_rows = shuffle_rows(down, data.output_permutation)  # expert order -> slot order
 
         y = (topk_weights[..., None] * slot_rows.view(-1, self.topk, self.k)).sum(1)
-        return y, OpBytes(*data, sorted_rows, *quant, *silu_quant, slot_rows)
+        return y, OpBytes(x, topk_ids, *data, sorted_rows, *quant, gate_up, *silu_quant, down, slot_rows)
 
 
 class Attention(nn.Module):
@@ -150,8 +165,9 @@ class Attention(nn.Module):
         q, k = rotate(q.double(), turn), rotate(k.double(), turn)
         self.keys.index_copy_(2, positions, k.to(torch.bfloat16))
         self.values.index_copy_(2, positions, v)
-        # Over the whole cache, so that a decode step has the same shapes at every position.
-        scores = q @ self.keys.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
+        # Over the whole cache, so that a decode step has the same shapes at every position. Four times sharper than the
+        # usual: random queries match no key well, and a plain average of the context has the text run in circles.
+        scores = q @ self.keys.double().transpose(-1, -2) * (4 / math.sqrt(q.shape[-1]))
         y = scores.masked_fill(future, -math.inf).softmax(-1) @ self.values.double()
         return F.linear(y.to(torch.bfloat16).transpose(1, 2).reshape(B, t, hidden), self.out)
 
@@ -179,14 +195,14 @@ class MoELanguageModel(nn.Module):
         """int64 [B, t] at the int64 positions [t] -> the next tokens."""
         turn, future = self.turns[:, positions], self.places > positions[:, None]
         x = self.embedding[tokens]
-        written = []
+        op_bytes = []
         for attention, moe in zip(self.attention, self.moe):
             x = x + attention(rms_norm(x), positions, turn, future)
-            y, op_bytes = moe(rms_norm(x).flatten(0, 1))
+            y, layer_bytes = moe(rms_norm(x).flatten(0, 1))
             x = x + y.view_as(x)
-            written.append(op_bytes)
+            op_bytes.append(layer_bytes)
         logits = F.linear(rms_norm(x[:, -1]), self.head)
-        return Step(logits.argmax(-1), written)
+        return Step(logits.argmax(-1), op_bytes)
 
     def prefill(self, tokens: Tensor) -> Step:
         """The prompts, int64 [B, t], from position 0 on."""
@@ -217,6 +233,7 @@ class Inputs:
 class Program:
     """A mode: two calls without arguments, and what making them took."""
 
+    set_up = "first calls"
     graph_breaks: int | None = None
     recompiles: int | None = None
     captured_graphs: int | None = None
@@ -230,12 +247,15 @@ class Program:
 
 
 class Compiled(Program):
+    set_up = "compiling"
+
     def __init__(self, model: MoELanguageModel, inputs: Inputs, mode: str | None = None):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         prefill = torch.compile(model.prefill, fullgraph=True, dynamic=False, mode=mode)
         decode_step = torch.compile(model.decode_step, fullgraph=True, dynamic=False, mode=mode)
-        self.prefill, self.decode_step = lambda: prefill(inputs.prompt), lambda: decode_step(inputs.tokens, inputs.position)
+        self.prefill = lambda: prefill(inputs.prompt)
+        self.decode_step = lambda: decode_step(inputs.tokens, inputs.position)
 
     def count(self) -> None:
         counters = torch._dynamo.utils.counters
@@ -244,6 +264,8 @@ class Compiled(Program):
 
 
 class ReduceOverhead(Compiled):
+    set_up = "compiling and capturing"
+
     def __init__(self, model: MoELanguageModel, inputs: Inputs):
         super().__init__(model, inputs, "reduce-overhead")
         prefill, decode_step = self.prefill, self.decode_step
@@ -264,6 +286,7 @@ class ReduceOverhead(Compiled):
 
 
 class Captured(Program):
+    set_up = "capturing"
     captured_graphs = 0
 
     def __init__(self, model: MoELanguageModel, inputs: Inputs):
@@ -289,7 +312,7 @@ class Captured(Program):
         return replay
 
 
-PROGRAMS: dict[str, Callable[[MoELanguageModel, Inputs], Program]] = {
+PROGRAMS: dict[str, type[Program]] = {
     "eager": Program,
     "compile": Compiled,
     "reduce-overhead": ReduceOverhead,
@@ -302,11 +325,11 @@ PROGRAMS: dict[str, Callable[[MoELanguageModel, Inputs], Program]] = {
 
 @dataclass
 class Run:
-    """What a mode produced: tokens int64 [steps, B] of the recorded and of the timed pass, and the ops' results."""
+    """What a mode produced: tokens int64 [steps, B] of the recorded and of the timed pass, and the ops' bytes."""
 
     tokens: Tensor
     timed_tokens: Tensor
-    written: list[list[OpBytes]]
+    op_bytes: list[list[OpBytes]]
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
 
@@ -318,13 +341,13 @@ class Run:
         return None
 
     def differing_bytes(self, reference: "Run") -> str | None:
-        for step, layers in enumerate(zip(self.written, reference.written)):
+        for step, layers in enumerate(zip(self.op_bytes, reference.op_bytes)):
             for layer, (ours, theirs) in enumerate(zip(*layers)):
                 for name, a, b in zip(OpBytes._fields, ours, theirs):
                     different = a.view(torch.uint8) != b.view(torch.uint8)
                     if different.any():
-                        count = f"{int(different.sum())} of {different.numel()} bytes"
-                        return f"bytes differ first in step {step}, layer {layer}: {name}, {count}"
+                        place = f"step {step}, layer {layer}, {name} (written by {WRITERS.get(name, 'the op')})"
+                        return f"bytes differ first in {place}: {int(different.sum())} of {different.numel()}"
         return None
 
 
@@ -359,7 +382,7 @@ def now(device: torch.device) -> float:
 
 
 def generate(program: Program, inputs: Inputs, steps: int, each: Callable[[Step], None]) -> tuple[Tensor, float]:
-    """Prefill, then decode greedily: the tokens [steps, B] of which the first is the prefill's, and decoding seconds."""
+    """Prefill, then decode greedily: tokens [steps, B], the first the prefill's, and the seconds of the others."""
     device = inputs.tokens.device
     tokens = inputs.tokens.new_empty(steps, inputs.tokens.shape[0])
     inputs.position.fill_(inputs.prompt.shape[1])
@@ -377,7 +400,7 @@ def generate(program: Program, inputs: Inputs, steps: int, each: Callable[[Step]
 
 def run_mode(name: str, model: MoELanguageModel, inputs: Inputs, steps: int, progress: Progress) -> tuple[Program, Run]:
     device, B = inputs.tokens.device, inputs.tokens.shape[0]
-    progress.show(f"{name}: set-up")
+    progress.show(f"{name}: {PROGRAMS[name].set_up}")
     inputs.position.fill_(inputs.prompt.shape[1])
     program = PROGRAMS[name](model, inputs)
     for _ in range(WARM_UP):
@@ -386,11 +409,11 @@ def run_mode(name: str, model: MoELanguageModel, inputs: Inputs, steps: int, pro
         progress.advance()
 
     progress.show(f"{name}: recorded pass")
-    written = []
+    op_bytes = []
 
     def record(step: Step) -> None:
         # Copied before the next step, which may write over them.
-        written.append([OpBytes(*(t.to("cpu", copy=True) for t in layer)) for layer in step.written])
+        op_bytes.append([OpBytes(*(t.to("cpu", copy=True) for t in layer)) for layer in step.op_bytes])
         progress.advance()
 
     model.clear()  # what another mode left there would hide a cache that this one does not write
@@ -399,7 +422,7 @@ def run_mode(name: str, model: MoELanguageModel, inputs: Inputs, steps: int, pro
     progress.show(f"{name}: timed pass")
     model.clear()
     timed_tokens, seconds = generate(program, inputs, steps, lambda step: None)
-    run = Run(tokens, timed_tokens, written, decode_rate=B * (steps - 1) / seconds)
+    run = Run(tokens, timed_tokens, op_bytes, decode_rate=B * (steps - 1) / seconds)
     begin = now(device)
     for _ in range(REPEATS):
         program.prefill()
@@ -411,8 +434,8 @@ def run_mode(name: str, model: MoELanguageModel, inputs: Inputs, steps: int, pro
 
 def table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
-    return "\n".join((lines[0], "  ".join("-" * w for w in widths), *lines[1:]))
+    rows = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def read_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tensor:
@@ -430,7 +453,7 @@ def read_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> T
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
     has_gpu = _library.cuda.loaded and torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        description="Decode with a small random MoE model on mxfp4_ops: eager, compiled, captured; compare tokens and bytes.",
+        description="Decode with a small MoE model on mxfp4_ops: eager, compiled, captured; compare tokens and bytes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -440,16 +463,17 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
     add("--hidden", type=int, default=256, metavar="K", help="hidden size, a multiple of 32 and of twice --heads")
     add("--intermediate", type=int, default=256, metavar="N", help="intermediate size of an expert, a multiple of 32")
     add("--heads", type=int, default=4, help="attention heads")
-    add("--batch", type=int, default=2, metavar="B", help="sequences decoded together, from different places of the text")
+    add("--batch", type=int, default=2, metavar="B", help="sequences decoded together, each with its part of the text")
     add("--prompt", type=int, default=128, metavar="TOKENS", help="bytes of the text in each prompt")
     add("--steps", type=int, default=64, help="tokens to generate, at least 2")
     add("--text", type=Path, default=Path(__file__).parents[1] / "LICENSE", metavar="FILE", help="the text to read")
     add("--seed", type=int, default=0, help="seed of the weights")
     add("--device", default="cuda" if has_gpu else "cpu", help="cpu, cuda or cuda:INDEX")
-    add("--modes", metavar="LIST", help=f"of {','.join(GPU_MODES)}; eager always runs, first (default: all of the device)")
+    add("--threads", type=int, default=1, help="CPU threads; small sizes gain little from more")
+    add("--modes", default="all", metavar="LIST", help=f"of {','.join(GPU_MODES)}; eager always runs, first")
     args = parser.parse_args(argv)
 
-    for name in ("experts", "topk", "layers", "hidden", "intermediate", "heads", "batch", "prompt", "steps"):
+    for name in ("experts", "topk", "layers", "hidden", "intermediate", "heads", "batch", "prompt", "steps", "threads"):
         if getattr(args, name) < (least := 2 if name == "steps" else 1):
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.topk > args.experts:
@@ -460,13 +484,15 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
     try:
         args.device = torch.device(args.device)
     except RuntimeError:
-        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device!r}")
+        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device}")
     if args.device.type not in ("cpu", "cuda"):
-        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {str(args.device)!r}")
+        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device}")
     if args.device.type == "cuda" and not has_gpu:
         parser.error(f"--device cuda: {_library.cuda.reason or 'no CUDA device'}")
+    if (args.device.index or 0) >= max(1, torch.cuda.device_count()):
+        parser.error(f"--device {args.device}: there are {torch.cuda.device_count()} CUDA devices")
     available = GPU_MODES if args.device.type == "cuda" else CPU_MODES
-    wanted = set(args.modes.split(",")) if args.modes else set(available)
+    wanted = set(available) if args.modes == "all" else set(args.modes.split(","))
     if unknown := sorted(wanted - set(available)):
         parser.error(f"--modes must be of {','.join(available)} on {args.device.type}, got {','.join(unknown)}")
     args.modes = [mode for mode in available if mode == "eager" or mode in wanted]
@@ -476,17 +502,20 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
     args, windows = parse(argv)
-    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    cuda = args.device.type == "cuda"
+    if not cuda:
+        torch.set_num_threads(args.threads)
+    where = torch.cuda.get_device_name(args.device) if cuda else f"{args.threads} thread{'s' * (args.threads > 1)}"
     print(
-        f"torch {torch.__version__}, {args.device} ({where}): {args.layers} layers, E {args.experts}, topk {args.topk}, "
-        f"hidden {args.hidden}, intermediate {args.intermediate}; {args.batch} x ({args.prompt} + {args.steps}) bytes of "
-        f"{args.text}",
+        f"torch {torch.__version__} on {args.device} ({where}): {args.layers} layers, {args.heads} heads, "
+        f"E {args.experts}, topk {args.topk}, hidden {args.hidden}, intermediate {args.intermediate}\n"
+        f"{args.batch} x {args.prompt} bytes of {args.text} as prompts, {args.steps} new tokens each",
         flush=True,
     )
-    # Padding a matmul lets the library choose another kernel, with other last bits than eager's.
-    torch._inductor.config.shape_padding = False
     torch.manual_seed(args.seed)
-    with torch.cuda.device(args.device) if args.device.type == "cuda" else nullcontext():
+    # Padding a matmul lets the library choose another kernel, with other last bits than eager's.
+    same_matmuls = torch._inductor.config.patch(shape_padding=False)
+    with same_matmuls, torch.cuda.device(args.device) if cuda else nullcontext():
         model = MoELanguageModel(args).to(args.device)
         tokens, position = torch.zeros(args.batch, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         inputs = Inputs(*(t.to(args.device) for t in (windows, tokens, position)))
@@ -507,12 +536,12 @@ def main(argv: list[str] | None = None) -> int:
         counts = map(cell, (program.graph_breaks, program.recompiles, program.captured_graphs))
         rows.append((mode, *rates, *counts, "NO" if tokens_differ else "yes", "NO" if bytes_differ else "yes"))
     print(table(rows))
-    compared = sum(t.nbytes for step in reference.written for layer in step for t in layer)
-    print(f"\n{reference.tokens.numel()} tokens and {compared:,} bytes of the ops' results compared with eager in each mode")
-    print(f"text      ...{bytes(windows[0, -48:].tolist())!r}")
-    print(f"decoded   {bytes(reference.tokens[:, 0].tolist())!r}  (random weights: gibberish)")
+    compared = sum(t.nbytes for step in reference.op_bytes for layer in step for t in layer)
+    print(f"\ncompared    {reference.tokens.numel()} tokens, {compared:,} bytes that the ops read and wrote")
+    print(f"prompt      ...{bytes(windows[0, -48:].tolist())!r}")
+    print(f"decoded     {bytes(reference.tokens[:, 0].tolist())!r}  (random weights: gibberish)")
     for difference in differences:
-        print(f"DIFFERENT {difference}")
+        print(f"DIFFERENT   {difference}")
     return 1 if differences else 0
 
 

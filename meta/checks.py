@@ -17,7 +17,7 @@ def _sizes(sizes: Sequence[int | torch.SymInt]) -> str:
 
 
 class Checks:
-    """The checks of one call of ``op``; each raises RuntimeError that names the argument, what it must be and what it was."""
+    """The checks of one call of ``op``; a failed one raises RuntimeError: argument, what it must be, what it was."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -37,7 +37,7 @@ class Checks:
     def shape(self, arg: str, t: Tensor, sizes: Sequence[int | torch.SymInt], layout: str) -> None:
         must, got = f"have shape {layout} = {_sizes(sizes)}", f"shape {_sizes(t.shape)}"
         self.require(t.dim() == len(sizes), arg, must, got)
-        for actual, expected in zip(t.shape, sizes):
+        for actual, expected in zip(t.shape, sizes, strict=True):
             self.require(actual == expected, arg, must, got)
 
     def device(self, arg: str, t: Tensor, like_arg: str, like: Tensor) -> None:

@@ -17,7 +17,9 @@ _METADATA_RESULTS = (
 )
 
 
-def check_metadata(topk_ids: Tensor, num_experts: int, n: int, k: int, is_gated: bool, expert_map: Tensor | None) -> Checks:
+def check_metadata(
+    topk_ids: Tensor, num_experts: int, n: int, k: int, is_gated: bool, expert_map: Tensor | None
+) -> Checks:
     check = Checks("get_cutlass_moe_mm_data")
     check.dtype("topk_ids", topk_ids, torch.int32, torch.int64)
     check.dims("topk_ids", topk_ids, 2, "[m, topk]")
@@ -46,7 +48,7 @@ def _(topk_ids, num_experts, n, k, *, is_gated=True, expert_map=None):
 def _(topk_ids, num_experts, n, k, *, is_gated=True, expert_map=None, **buffers):
     check = check_metadata(topk_ids, num_experts, n, k, is_gated, expert_map)
     result = shapes.metadata_shapes(topk_ids.shape[0], topk_ids.shape[1], num_experts)
-    for (name, layout), shape in zip(_METADATA_RESULTS, result):
+    for (name, layout), shape in zip(_METADATA_RESULTS, result, strict=True):
         buffer = buffers.get(name)
         if buffer is not None:
             _check_buffer(check, name, buffer, torch.int32, shape, layout, "topk_ids", topk_ids)
@@ -92,7 +94,9 @@ def check_experts_quant(
     for name, offsets in (("expert_offsets", expert_offsets), ("blockscale_offsets", blockscale_offsets)):
         _check_buffer(check, name, offsets, torch.int32, (n_experts + 1,), "[n_experts + 1]", "input", input)
     if sorted_expert_ids is not None:
-        _check_buffer(check, "sorted_expert_ids", sorted_expert_ids, torch.int32, (input.shape[0],), "[R]", "input", input)
+        _check_buffer(
+            check, "sorted_expert_ids", sorted_expert_ids, torch.int32, (input.shape[0],), "[R]", "input", input
+        )
     return check
 
 

@@ -1,10 +1,10 @@
 """MXFP4 ops between a MoE router and an FP4 grouped GEMM, for torch.compile and CUDA graphs.
 
-The functions here are the ops of ``torch.ops.mxfp4_ops`` with named results; ``layout`` describes and converts the scale
-layout; ``compat.vllm`` has vLLM's own signatures; ``meta`` the shape functions and fakes.
+The functions here are the ops of ``torch.ops.mxfp4_ops`` with named results; ``layout`` describes and converts the
+scale layout; ``compat.vllm`` has vLLM's own signatures; ``meta`` the shape functions and fakes.
 """
 
-from . import _library, meta, layout  # noqa: I001  (the libraries define the ops that the fakes are registered for)
+from . import _library, meta, layout  # noqa: F401, I001  (the libraries define the ops that the fakes are registered for)
 from .ops import (
     MoEMetadata,
     QuantizedRows,

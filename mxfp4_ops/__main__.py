@@ -35,7 +35,9 @@ def _gpu_lines() -> list[str]:
         capability = torch.cuda.get_device_capability(index)
         code = _covers(cuda.archs, capability)
         use = f"runs {code}" if code else "no compiled architecture fits: set TORCH_CUDA_ARCH_LIST and build again"
-        lines.append(f"GPU {index}          {torch.cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}: {use}")
+        lines.append(
+            f"GPU {index}          {torch.cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}: {use}"
+        )
     return lines
 
 

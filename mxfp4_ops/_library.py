@@ -53,7 +53,7 @@ cuda = _load_cuda()
 _without_cuda = None
 
 if not cuda.loaded and torch.version.cuda is not None:
-    # Tensors on a GPU can exist, so the dispatcher would answer with a text about missing backends. Say what is missing.
+    # Tensors on a GPU can exist, and the dispatcher would answer for them with a text about backends.
     def _refuse(*args, **kwargs):
         raise RuntimeError(f"mxfp4_ops: no CUDA kernels: {cuda.reason}")
 

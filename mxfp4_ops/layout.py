@@ -1,7 +1,7 @@
 """The scale layout: sizes, a reference swizzle and unswizzle, and views in torch's FP4 and E8M0 dtypes.
 
 Scales of an expert's rows are tiles of 128 rows by 4 scales, 512 bytes each, a row of tiles after the other
-(``SWIZZLE_32_4_4`` in torch). The functions are pure torch: they serve tests, checkpoints and debugging, not the hot path.
+(``SWIZZLE_32_4_4`` in torch). The functions are pure torch: for tests, checkpoints and debugging, not the hot path.
 """
 
 import torch
@@ -84,10 +84,10 @@ def unswizzle(scale: Tensor, R: int, K: int, expert_offsets: Tensor, blockscale_
 
 
 def as_float4(packed: Tensor) -> Tensor:
-    """View packed codes, uint8 [R, K / 2], as ``torch.float4_e2m1fn_x2`` of the same shape, for torch's own consumers."""
+    """View packed codes, uint8 [R, K / 2], as ``torch.float4_e2m1fn_x2``, same shape, for torch's own consumers."""
     return packed.view(torch.float4_e2m1fn_x2)
 
 
 def as_e8m0(scale: Tensor) -> Tensor:
-    """View scales, uint8 [S, 4T], as ``torch.float8_e8m0fnu`` of the same shape, for torch's own consumers."""
+    """View scales, uint8 [S, 4T], as ``torch.float8_e8m0fnu``, same shape, for torch's own consumers."""
     return scale.view(torch.float8_e8m0fnu)

@@ -1,8 +1,8 @@
 """The public functions: one for each op of ``torch.ops.mxfp4_ops``, with named results and an ``out=`` form.
 
-Every function works on CPU and CUDA tensors, under ``torch.compile`` and ``torch.export``, and inside a CUDA-graph capture.
-Wrong dtypes, shapes and devices raise RuntimeError. Symbols: ``m`` tokens, ``topk`` experts a token, ``E`` experts on this
-device, ``R = m * topk`` routed rows, ``K`` quantised columns, ``T = ceil(K / 128)`` scale tiles a row,
+Every function works on CPU and CUDA tensors, under ``torch.compile`` and ``torch.export``, and inside a CUDA-graph
+capture. Wrong dtypes, shapes and devices raise RuntimeError. Symbols: ``m`` tokens, ``topk`` experts a token, ``E``
+experts on this device, ``R = m * topk`` routed rows, ``K`` quantised columns, ``T = ceil(K / 128)`` scale tiles a row,
 ``S = floor((R + 127 * min(R, E)) / 128) * 128`` scale rows.
 """
 
@@ -64,8 +64,8 @@ def get_cutlass_moe_mm_data(
     """Sort the routed rows by expert: offsets, problem sizes and permutations from router ids, in one call.
 
     The order is stable (rows of an expert stay in slot order), so results are equal from run to run and from device to
-    device. An id outside ``[0, num_experts)`` after ``expert_map`` has no expert here: it is counted nowhere and its slot
-    has ``output_permutation = -1``.
+    device. An id outside ``[0, num_experts)`` after ``expert_map`` has no expert here: it is counted nowhere and its
+    slot has ``output_permutation = -1``.
 
     Args:
         topk_ids: int32 or int64 [m, topk], the experts of each token.
@@ -154,8 +154,8 @@ def mxfp4_experts_quant(
 ) -> QuantizedRows:
     """Quantise rows sorted by expert to MXFP4: E2M1 codes and E8M0 scales of 32 columns, rounded as EVEN does.
 
-    With ``sorted_expert_ids`` a row's expert is read; without, it is searched for in ``expert_offsets``. The bytes are the
-    same. A row without an expert becomes zeros and has no scale. A block with a NaN has scale 0xff (NaN).
+    With ``sorted_expert_ids`` a row's expert is read; without, it is searched for in ``expert_offsets``. The bytes are
+    the same. A row without an expert becomes zeros and has no scale. A block with a NaN has scale 0xff (NaN).
 
     Args:
         input: bfloat16 or float16 [R, K], K a multiple of 32, any strides.
@@ -163,15 +163,15 @@ def mxfp4_experts_quant(
         blockscale_offsets: int32 [E + 1], as MoEMetadata has it.
         n_experts: E.
         sorted_expert_ids: int32 [R]; an entry outside [0, E) means no expert.
-        out: (uint8 [R, K / 2], uint8 [S, 4T]) to write instead of fresh tensors. Scale bytes of padding rows and columns
-            are then left as they are; without ``out`` they are 0.
+        out: (uint8 [R, K / 2], uint8 [S, 4T]) to write instead of fresh tensors. Scale bytes of padding rows and
+            columns are then left as they are; without ``out`` they are 0.
 
     Returns:
         QuantizedRows of two uint8 tensors, [R, K / 2] and [S, 4T].
 
     Raises:
-        RuntimeError: an argument has a wrong dtype, shape or device; on the CPU also offsets that do not ascend or leave
-            the buffers; an input that requires grad while grad mode is on, for there is no backward.
+        RuntimeError: an argument has a wrong dtype, shape or device; on the CPU also offsets that do not ascend or
+            leave the buffers; an input that requires grad while grad mode is on, for there is no backward.
 
     Example:
         >>> import torch, mxfp4_ops
@@ -260,8 +260,8 @@ def mxfp4_dequantize(
         Tensor [R, K] of ``dtype``. Scale 0xff gives NaN.
 
     Raises:
-        RuntimeError: an argument has a wrong dtype, shape or device; on the CPU also offsets that do not ascend or leave
-            the buffers.
+        RuntimeError: an argument has a wrong dtype, shape or device; on the CPU also offsets that do not ascend or
+            leave the buffers.
 
     Example:
         >>> import torch, mxfp4_ops
@@ -286,8 +286,8 @@ def _save_map(ctx, inputs, output) -> None:
 def _shuffle_rows_backward(ctx, grad: Tensor):
     (dst2src_map,) = ctx.saved_tensors
     valid = (dst2src_map >= 0) & (dst2src_map < ctx.rows)
-    # Rows from outside the input gather in a row of their own, which is cut off. index_put sums the rows of a token in a
-    # fixed order, as the backward of input[dst2src_map] does.
+    # Rows from outside the input gather in a row of their own, which is cut off. index_put sums the rows of a token in
+    # a fixed order, as the backward of input[dst2src_map] does.
     target = torch.where(valid, dst2src_map, ctx.rows).long()
     result = grad.new_zeros(ctx.rows + 1, grad.shape[1])
     return result.index_put((target,), grad, accumulate=True)[: ctx.rows], None

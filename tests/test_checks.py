@@ -19,7 +19,12 @@ def good(op: str) -> dict:
     """Valid arguments of each op, m = 2, topk = 2, E = 3, K = 64."""
     offsets = torch.tensor([0, 1, 3, 4], dtype=torch.int32)
     scales = torch.tensor([0, 128, 256, 384], dtype=torch.int32)
-    rows = dict(expert_offsets=offsets, blockscale_offsets=scales, n_experts=3, sorted_expert_ids=i32(4) + torch.tensor([0, 1, 1, 2], dtype=torch.int32))
+    rows = dict(
+        expert_offsets=offsets,
+        blockscale_offsets=scales,
+        n_experts=3,
+        sorted_expert_ids=i32(4) + torch.tensor([0, 1, 1, 2], dtype=torch.int32),
+    )
     match op:
         case "get_cutlass_moe_mm_data":
             return dict(topk_ids=torch.zeros(2, 2, dtype=torch.int64), num_experts=3, n=32, k=64, expert_map=i32(5))
@@ -64,9 +69,9 @@ OPS = [
     "mxfp4_dequantize",
 ]
 DTYPES = [
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128,
 ]  # fmt: skip
 
 
@@ -104,12 +109,19 @@ def test_fake_and_kernel_say_the_same(op, overload, name):
         fakes = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     refused = 0
     for value in bad_values(arguments[name]):
-        if isinstance(value, int) and value > 10**6 and name in ("num_experts", "n_experts") and op == "get_cutlass_moe_mm_data":
+        if (
+            isinstance(value, int)
+            and value > 10**6
+            and name in ("num_experts", "n_experts")
+            and op == "get_cutlass_moe_mm_data"
+        ):
             continue  # valid, and gigabytes
         kernel = outcome(call, arguments | {name: value})
         with mode:
             fake = outcome(call, fakes | {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value})
-        assert kernel == fake, f"{name} = {value if not isinstance(value, torch.Tensor) else (value.dtype, value.shape)}"
+        assert kernel == fake, (
+            f"{name} = {value if not isinstance(value, torch.Tensor) else (value.dtype, value.shape)}"
+        )
         refused += kernel != "accepted"
     assert refused > 0, f"no bad {name} was refused"
 
@@ -144,7 +156,9 @@ def test_messages_name_argument_requirement_and_value():
     bad("silu_and_mul_mxfp4_experts_quant", input=torch.zeros(4, 96, dtype=torch.bfloat16))
     bad("mxfp4_dequantize", scale=torch.zeros(100, 4, dtype=torch.uint8))
     bad("mxfp4_dequantize", dtype=torch.float64)
-    assert_expected_inline("\n".join(messages), """\
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
 get_cutlass_moe_mm_data: topk_ids must have dtype torch.int32 or torch.int64, got torch.float32
 get_cutlass_moe_mm_data: topk_ids must be 2-dimensional [m, topk], got shape [2]
 get_cutlass_moe_mm_data: num_experts must be at least 1, got 0
@@ -153,4 +167,5 @@ mxfp4_experts_quant: input must have a positive multiple of 32 columns (K), got 
 mxfp4_experts_quant: expert_offsets must have shape [n_experts + 1] = [4], got shape [3]
 silu_and_mul_mxfp4_experts_quant: input must have a positive multiple of 64 columns (2K), got 96
 mxfp4_dequantize: scale must have a multiple of 128 rows (S), got 100
-mxfp4_dequantize: dtype must be torch.float32 or torch.bfloat16 or torch.float16, got torch.float64""")
+mxfp4_dequantize: dtype must be torch.float32 or torch.bfloat16 or torch.float16, got torch.float64""",
+    )

@@ -10,7 +10,10 @@ from mxfp4_ops import layout
 @pytest.mark.parametrize("counts", [[1], [0, 129, 0, 3], [128, 128], [0, 0]])
 def test_swizzle_follows_the_byte_formula(K, counts, device):
     metadata = mxfp4_ops.get_cutlass_moe_mm_data(
-        torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[:, None].to(device), len(counts), 32, 32
+        torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[:, None].to(device),
+        len(counts),
+        32,
+        32,
     )
     R, E = sum(counts), len(counts)
     flat = torch.randint(1, 255, (R, K // 32), dtype=torch.uint8)

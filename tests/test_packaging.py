@@ -37,7 +37,9 @@ def run(code: str, site: Path) -> subprocess.CompletedProcess:
 def test_only_the_stable_abi_is_used(library):
     if shutil.which("nm") is None:
         pytest.skip("no nm")
-    symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
     assert "aoti_torch" in symbols
     for private in (r"\b_ZNK?2at", r"\b_ZNK?3c10", r"\b_ZNK?5torch", r"\bPy"):
         assert not re.findall(private + r"\w+", symbols), private
@@ -47,7 +49,15 @@ def test_only_the_stable_abi_is_used(library):
 def test_wheel_is_for_every_python_and_complete(wheel):
     assert "-cp310-abi3-" in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {"_C.abi3.so", "_C_cuda.abi3.so", "py.typed", "meta/shapes.py", "meta/fakes.py", "compat/vllm.py", "__main__.py"}
+    expected = {
+        "_C.abi3.so",
+        "_C_cuda.abi3.so",
+        "py.typed",
+        "meta/shapes.py",
+        "meta/fakes.py",
+        "compat/vllm.py",
+        "__main__.py",
+    }
     assert {f"mxfp4_ops/{name}" for name in expected} <= names
     assert not [name for name in names if name.startswith(("tests", "meta", "csrc"))]
 
@@ -58,7 +68,9 @@ def test_wheel_has_every_architecture(wheel, tmp_path):
         pytest.skip("no cuobjdump")
     zipfile.ZipFile(wheel).extractall(tmp_path)
     library = tmp_path / "mxfp4_ops" / "_C_cuda.abi3.so"
-    code = subprocess.run(["cuobjdump", "--list-elf", "--list-ptx", library], capture_output=True, text=True, check=True).stdout
+    code = subprocess.run(
+        ["cuobjdump", "--list-elf", "--list-ptx", library], capture_output=True, text=True, check=True
+    ).stdout
     assert {"sm_80", "sm_90a", "sm_100a", "sm_120a"} == set(re.findall(r"sm_\d+a?(?=\.cubin)", code))
     assert "sm_80.ptx" in code
 
@@ -66,7 +78,9 @@ def test_wheel_has_every_architecture(wheel, tmp_path):
 @pytest.mark.slow
 def test_wheel_runs_on_its_own(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    result = run("import mxfp4_ops.__main__ as m; import mxfp4_ops.meta as meta; print(m.info()); print(meta.__file__)", tmp_path)
+    result = run(
+        "import mxfp4_ops.__main__ as m; import mxfp4_ops.meta as meta; print(m.info()); print(meta.__file__)", tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert str(tmp_path) in result.stdout and f"torch {torch.__version__}"[:8] in result.stdout
 

@@ -1,7 +1,7 @@
 """vLLM's own Python signatures: a caller of these functions changes one import.
 
-``get_cutlass_moe_mm_data`` writes the caller's buffers, the others return fresh tensors. Scales come back as uint8, where
-vLLM views them as ``float8_e8m0fnu`` or int32: ``mxfp4_ops.layout.as_e8m0`` makes that view.
+``get_cutlass_moe_mm_data`` writes the caller's buffers, the others return fresh tensors. Scales come back as uint8,
+where vLLM views them as ``float8_e8m0fnu`` or int32: ``mxfp4_ops.layout.as_e8m0`` makes that view.
 """
 
 import torch
@@ -27,7 +27,7 @@ def get_cutlass_moe_mm_data(
     """Write the metadata of ``topk_ids`` (int32 or int64 [m, topk]) into the caller's int32 buffers.
 
     Shapes: ``expert_offsets`` and ``blockscale_offsets`` [E + 1], ``problem_sizes1`` and ``problem_sizes2`` [E, 3], the
-    permutations and ``sorted_expert_ids`` [m * topk]. See mxfp4_ops.get_cutlass_moe_mm_data for their meaning and errors.
+    permutations and ``sorted_expert_ids`` [m * topk]. See mxfp4_ops.get_cutlass_moe_mm_data for meaning and errors.
     """
     torch.ops.mxfp4_ops.get_cutlass_moe_mm_data.out(
         topk_ids,
@@ -59,7 +59,9 @@ def mxfp4_experts_quant(
     sorted_expert_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantise bf16 or fp16 [R, K]; returns uint8 [R, K / 2] and uint8 [S, 4T]. ``topk`` is accepted and not needed."""
-    return tuple(ops.mxfp4_experts_quant(input_tensor, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids))
+    return tuple(
+        ops.mxfp4_experts_quant(input_tensor, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
+    )
 
 
 def silu_and_mul_mxfp4_experts_quant(
@@ -72,5 +74,7 @@ def silu_and_mul_mxfp4_experts_quant(
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up of bf16 or fp16 [R, 2K], quantised; returns uint8 [R, K / 2] and uint8 [S, 4T]."""
     return tuple(
-        ops.silu_and_mul_mxfp4_experts_quant(input_tensor, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
+        ops.silu_and_mul_mxfp4_experts_quant(
+            input_tensor, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids
+        )
     )
