@@ -7,9 +7,9 @@ namespace mxfp4 {
 struct MetadataArgs {
   const void* topk_ids;  // [m, topk], int64 if ids_are_int64, else int32
   bool ids_are_int64;
-  int64_t rows, topk;    // R = m * topk
+  int64_t rows, topk;  // R = m * topk
   int64_t num_experts;
-  int32_t n1, n, k;      // n1: columns of the first GEMM, 2n when gated
+  int32_t n1, n, k;           // n1: columns of the first GEMM, 2n when gated
   bool has_expert_map;        // an empty map has no address, and maps nothing
   const int32_t* expert_map;  // [expert_map_size]
   int64_t expert_map_size;
@@ -43,10 +43,10 @@ struct QuantArgs {
   const int32_t* expert_offsets;      // [E + 1]
   const int32_t* blockscale_offsets;  // [E + 1]
   const int32_t* sorted_expert_ids;   // [R], or null: search expert_offsets
-  uint8_t* output;        // [R, K / 2]
-  uint8_t* output_scale;  // [scale_rows, 4T]
+  uint8_t* output;                    // [R, K / 2]
+  uint8_t* output_scale;              // [scale_rows, 4T]
   int64_t scale_rows;
-  bool zero_padding;      // write the scale bytes that belong to no real row and column, too
+  bool zero_padding;  // write the scale bytes that belong to no real row and column, too
   int32_t device;
   const char* op;
 };
@@ -56,7 +56,7 @@ enum class FloatType { kFloat32, kBFloat16, kFloat16 };
 struct DequantizeArgs {
   const uint8_t* packed;  // [R, K / 2]; rows row_stride bytes apart
   int64_t row_stride;
-  const uint8_t* scale;   // [scale_rows, 4T]
+  const uint8_t* scale;  // [scale_rows, 4T]
   int64_t scale_rows;
   int64_t rows, K;
   int64_t num_experts;

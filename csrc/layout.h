@@ -10,9 +10,9 @@
 
 namespace mxfp4 {
 
-constexpr int64_t kBlock = 32;          // columns that share a scale
-constexpr int64_t kTileRows = 128;      // rows of a scale tile
-constexpr int64_t kTileBlocks = 4;      // scale columns of a tile, so a tile spans 128 columns
+constexpr int64_t kBlock = 32;      // columns that share a scale
+constexpr int64_t kTileRows = 128;  // rows of a scale tile
+constexpr int64_t kTileBlocks = 4;  // scale columns of a tile, so a tile spans 128 columns
 constexpr int64_t kTileBytes = kTileRows * kTileBlocks;
 
 MXFP4_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -26,8 +26,8 @@ MXFP4_HD int64_t scale_rows(int64_t R, int64_t E) {
   return (R + (kTileRows - 1) * (R < E ? R : E)) / kTileRows * kTileRows;
 }
 
-// Byte of (row r of an expert, block c) behind the expert's first byte, which is 4 * T * blockscale_offsets[e]. Unsigned, so
-// that the divisions are shifts.
+// Byte of (row r of an expert, block c) behind the expert's first byte, which is 4 * T * blockscale_offsets[e].
+// Unsigned, so that the divisions are shifts.
 MXFP4_HD int64_t scale_byte(uint32_t r, uint32_t c, int64_t T) {
   return (r / 128u * T + c / 4u) * kTileBytes + (r % 32u * 16u + r / 32u % 4u * 4u + c % 4u);
 }

@@ -95,7 +95,8 @@ MXFP4_HD float scale_to_float(uint32_t s) {
 // Code of a scaled value: nearest, ties to the even code, saturating at 6, sign kept. Not for NaN.
 MXFP4_HD uint32_t e2m1_from_float(float v) {
   uint32_t u = float_to_bits(v), m = u & 0x7fffffffu;
-  // Below 1 the step is 0.5: an add of 2^22, whose last bit is worth 0.5, rounds there. From 1 up one mantissa bit is kept.
+  // Below 1 the step is 0.5: an add of 2^22, whose last bit is worth 0.5, rounds there. From 1 up one mantissa bit is
+  // kept.
   uint32_t below_one = float_to_bits(add_rn(bits_to_float(m), 4194304.0f)) - 0x4a800000u;
   uint32_t from_one = ((m + 0x1fffffu + ((m >> 22) & 1u)) >> 22) - 252u;
   uint32_t code = m < 0x3f800000u ? below_one : from_one;
@@ -141,8 +142,6 @@ MXFP4_HD float exp_rn(float t) {
   return t < -104.0f ? 0.0f : e;
 }
 
-MXFP4_HD float silu_and_mul(float gate, float up) {
-  return mul_rn(div_rn(gate, add_rn(1.0f, exp_rn(-gate))), up);
-}
+MXFP4_HD float silu_and_mul(float gate, float up) { return mul_rn(div_rn(gate, add_rn(1.0f, exp_rn(-gate))), up); }
 
 }  // namespace mxfp4

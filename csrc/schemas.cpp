@@ -1,5 +1,5 @@
-// Every schema of the package, once. The .out overloads declare each argument they write with an alias set of its own and
-// return nothing: an undeclared write compiles to a wrong program, and a returned alias cannot be functionalised.
+// Every schema of the package, once. The .out overloads declare each argument they write with an alias set of its own
+// and return nothing: an undeclared write compiles to a wrong program, and a returned alias cannot be functionalised.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(mxfp4_ops, m) {

@@ -4,9 +4,15 @@ Samples and buffers lie in memory that is poisoned around and between their elem
 changes a result and a write beside one is seen.
 """
 
+import ctypes
 import functools
+import os
+import platform
+import subprocess
+import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import reference
@@ -35,7 +41,9 @@ GUARD = 33  # odd, so that what follows it is aligned to one element and no more
 def _geometry(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int, int]:
     """(strides, offset, elements of the memory)."""
     columns = shape[-1]
-    if layout == "transposed":
+    if layout == "expanded":
+        strides = (0, 1) if len(shape) == 2 else (0,)
+    elif layout == "transposed":
         strides = (1, max(shape[0], 1))
     elif layout == "padded_rows":  # aligned as well as the memory is
         strides = (columns + 128, 1)
@@ -66,9 +74,14 @@ def _as_integers(t: Tensor) -> Tensor:
 
 
 def place(values: Tensor, layout: str, device: str) -> Tensor:
-    """A copy of `values` in memory of its own: plain, slice, strided, transposed, padded_rows, odd_rows."""
+    """A copy of `values` in memory of its own.
+
+    Layouts: plain; slice (aligned to one element); strided; transposed; padded_rows and odd_rows (columns next to each
+    other, rows aligned as well as memory is, or not at all); expanded (the first row again and again, at stride 0).
+    """
     _, view = _poisoned(tuple(values.shape), values.dtype, layout, device, INPUT_POISON)
-    _as_integers(view).copy_(_as_integers(values))
+    target, values = (t[:1] if layout == "expanded" else t for t in (view, values))
+    _as_integers(target).copy_(_as_integers(values))
     return view
 
 
@@ -112,6 +125,33 @@ def buffers(op: str, name: str, device: str, layout: str = "plain", optional: bo
     }
 
 
+GLIBC = platform.libc_ver()[0] == "glibc"
+
+
+@contextmanager
+def poisoned_allocator(device: str, sizes: list[int], poison: int = OUTPUT_POISON) -> Iterator[None]:
+    """New tensors hold poison: on the CPU all (with glibc), on a GPU those of these sizes in bytes, each once."""
+    if device == "cpu":
+        mallopt, M_PERTURB = ctypes.CDLL(None).mallopt if GLIBC else lambda *_: None, -6
+        mallopt(M_PERTURB, 0xFF ^ poison)  # malloc fills with the complement
+        try:
+            yield
+        finally:
+            mallopt(M_PERTURB, 0)
+    else:
+        torch.cuda.empty_cache()
+        blocks = [torch.full((size,), poison, dtype=torch.uint8, device=device) for size in sizes if size]
+        del blocks
+        yield
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
+    """A fresh Python that imports what this one can, the tests' modules too."""
+    path = os.pathsep.join((os.path.dirname(__file__), *sys.path))
+    environment = os.environ | {"PYTHONPATH": path} | env
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+
 # Comparison -----------------------------------------------------------------------------------------------------------
 
 
@@ -119,16 +159,15 @@ def assert_same(got: Tensor, want: Tensor, case: str, any_nan: bool = False) -> 
     """Same dtype, shape and bytes; with `any_nan`, any NaN is as good as another."""
     assert got.dtype == want.dtype, f"{case}: {got.dtype}, want {want.dtype}"
     assert got.shape == want.shape, f"{case}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
-    got, want = got.cpu(), want.cpu()
-    differs = _as_integers(got.contiguous()) != _as_integers(want.contiguous())
+    got_bits, want_bits = (_as_integers(t).cpu() for t in (got, want))
+    differs = got_bits != want_bits
     if any_nan:
-        differs &= ~(got.isnan() & want.isnan())
+        differs &= ~(got.isnan().cpu() & want.isnan().cpu())
     if differs.any():
-        place = tuple(differs.nonzero()[0].tolist())
-        got, want = (_as_integers(t)[place].item() for t in (got, want))
+        first = tuple(differs.nonzero()[0].tolist())
         raise AssertionError(
-            f"{case}: {int(differs.sum())} of {differs.numel()} elements differ, the first at {place}: "
-            f"{got:#x}, want {want:#x}"
+            f"{case}: {int(differs.sum())} of {differs.numel()} elements differ, the first at {first}: "
+            f"{got_bits[first].item():#x}, want {want_bits[first].item():#x}"
         )
 
 
@@ -139,8 +178,8 @@ def _patterns(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype, r
     return torch.randint(low, high, shape, generator=rng).to(torch.uint16).view(dtype)
 
 
-def floats(rows: int, columns: int, dtype: torch.dtype, rng: torch.Generator, exponents: int = 12) -> Tensor:
-    """[rows, columns] of 16-bit floats: blocks of every magnitude, some of zeros, of subnormals, of any bit patterns."""
+def _floats(rows: int, columns: int, dtype: torch.dtype, rng: torch.Generator, exponents: int = 12) -> Tensor:
+    """[rows, columns] of 16-bit floats: blocks of every magnitude, some of zeros, subnormals or any bit patterns."""
     shape = (rows, columns // 32, 32)
     scale = torch.randint(-exponents, exponents + 1, (*shape[:2], 1), generator=rng).float().exp2()
     x = (torch.randn(shape, generator=rng) * scale).to(dtype)
@@ -183,14 +222,10 @@ class _Routing:
         else:
             ids = torch.tensor(self.ids, dtype=I64)
         ids = ids.to(self.id_dtype)
-        if self.layout == "expanded":
-            placed = place(ids[:1], "slice", device).expand(ids.shape)
-        else:
-            placed = place(ids, self.layout, device)
         kwargs = {} if self.is_gated else {"is_gated": False}
         if self.expert_map is not None:
             kwargs["expert_map"] = place(torch.tensor(self.expert_map, dtype=I32), self.map_layout, device)
-        return Sample(name, (placed, self.E, self.n, self.k), kwargs)
+        return Sample(name, (place(ids, self.layout, device), self.E, self.n, self.k), kwargs)
 
 
 def _ids_with_counts(*counts: int) -> list[list[int]]:
@@ -239,6 +274,7 @@ METADATA = {
     "map_slice": _Routing(
         m=33, topk=3, E=30, low=-2, global_experts=62, expert_map=_HALF_LOCAL, map_layout="slice"
     ),
+    "map_expanded": _Routing(E=1, ids=[[0, 1], [2, -1]], expert_map=[0, 0, 0], map_layout="expanded"),
     "map_strided": _Routing(
         m=33, topk=3, E=30, low=-2, global_experts=62, expert_map=_HALF_LOCAL, map_layout="strided"
     ),
@@ -278,8 +314,6 @@ class _Shuffle:
         else:
             rows = torch.tensor(self.map or (_MAP_INT64 if self.map_dtype == I64 else _MAP))
         dst2src_map = place(rows.to(self.map_dtype), self.map_layout, device)
-        if self.layout == "expanded":
-            return Sample(name, (place(values[:1], "slice", device).expand(values.shape), dst2src_map), {})
         return Sample(name, (place(values, self.layout, device), dst2src_map), {})
 
 
@@ -324,6 +358,7 @@ SHUFFLE = {
     "map_slice": _Shuffle(dtype=BF16, width=16, map_layout="slice"),
     "map_slice_int64": _Shuffle(dtype=BF16, width=16, map_layout="slice", map_dtype=I64),
     "map_strided": _Shuffle(dtype=BF16, width=16, map_layout="strided"),
+    "map_expanded": _Shuffle(dtype=BF16, width=16, map_layout="expanded"),
     "map_strided_int64": _Shuffle(dtype=BF16, width=16, map_layout="strided", map_dtype=I64),
 }
 
@@ -352,20 +387,16 @@ class _Quant:
     offsets_layout: str = "plain"
     ids_layout: str = "plain"
     skipped: int = 0
-    expanded: bool = False
 
     def build(self, name: str, device: str, silu: bool) -> Sample:
         rng = _rng(name)
         valid, E = sum(self.counts), len(self.counts)
         R = valid + self.tail
-        x = floats(R, self.K, self.dtype, rng)
+        x = _floats(R, self.K, self.dtype, rng)
         if silu:
-            x = torch.cat((floats(R, self.K, self.dtype, rng, exponents=3), x), dim=1)
+            x = torch.cat((_floats(R, self.K, self.dtype, rng, exponents=3), x), dim=1)
         _as_integers(x)[valid:] = 0x7F7F
-        if self.expanded:
-            x = place(x[:1], "slice", device).expand(x.shape)
-        else:
-            x = place(x, self.layout, device)
+        x = place(x, self.layout, device)
         offsets, scale_offsets = _offsets(self.counts, self.skipped)
         args = [x, *(place(t, self.offsets_layout, device) for t in (offsets, scale_offsets)), E]
         if self.ids is not None:
@@ -409,12 +440,13 @@ QUANT = {
     "x_odd_rows": _Quant(counts=(5, 28), K=96, layout="odd_rows"),
     "x_strided": _Quant(counts=(5, 28), K=96, layout="strided", dtype=FP16),
     "x_transposed": _Quant(counts=(5, 28), K=160, layout="transposed", ids="all"),
-    "x_expanded": _Quant(counts=(5, 28), K=160, expanded=True),
+    "x_expanded": _Quant(counts=(5, 28), K=160, layout="expanded"),
     "x_one_padded_row": _Quant(counts=(1,), K=96, layout="padded_rows"),
     "offsets_slice": _Quant(counts=_random_counts(33, 17), K=96, offsets_layout="slice"),
     "offsets_slice_ids": _Quant(counts=_random_counts(33, 20), K=96, offsets_layout="slice", ids="all"),
     "offsets_strided": _Quant(counts=_random_counts(33, 60), K=96, offsets_layout="strided", tail=2),
     "ids_slice": _Quant(counts=_random_counts(33, 36), K=96, ids="all", ids_layout="slice"),
+    "ids_expanded": _Quant(counts=(33,), K=96, ids="all", ids_layout="expanded"),
     "ids_strided_holes": _Quant(counts=_random_counts(33, 36), K=96, ids="holes", ids_layout="strided", tail=2),
 }
 
@@ -468,6 +500,7 @@ DEQUANT = {
     "packed_odd_rows": _Dequant(counts=(5, 28), K=96, layout="odd_rows"),
     "packed_strided": _Dequant(counts=(5, 28), K=96, layout="strided", dtype=FP16),
     "packed_transposed": _Dequant(counts=(5, 28), K=160, layout="transposed"),
+    "packed_expanded": _Dequant(counts=(5, 28), K=160, layout="expanded"),
     "scale_slice": _Dequant(counts=(5, 28), K=160, scale_layout="slice"),
     "scale_strided": _Dequant(counts=(5, 28), K=96, scale_layout="strided", dtype=BF16),
     "scale_transposed": _Dequant(counts=(5, 28), K=160, scale_layout="transposed"),

@@ -21,7 +21,8 @@ _QUANT_NAMES = (
 OPCHECK = {
     "get_cutlass_moe_mm_data": (
         *("m0", "topk0", "m1_topk1_E1", "m33_topk3_E20", "m33_topk8_E256", "m17_E128", "not_gated", "minus_one"),
-        *("beyond_E", "int64_beyond_2^32", "map", "map_strided", "ids_slice_int64", "ids_transposed", "ids_expanded"),
+        *("beyond_E", "int64_beyond_2^32", "map", "map_strided", "map_expanded"),
+        *("ids_slice_int64", "ids_transposed", "ids_expanded"),
     ),
     "shuffle_rows": (
         *("uint8_20", "bool_5", "bf16_7", "int32_1", "int64_5", "fp64_3", "complex64_2", "bf16_2880_from_33_to_264"),
@@ -31,7 +32,8 @@ OPCHECK = {
     **dict.fromkeys(QUANT_OPS, _QUANT_NAMES),
     "mxfp4_dequantize": (
         *("R0", "R1_K32", "R33_K96_E17_bf16", "R99_K2880_E20", "R264_K160_E60_tail_fp16", "no_expert_at_all"),
-        *("packed_slice", "packed_odd_rows", "packed_strided", "scale_strided", "scale_transposed", "offsets_strided"),
+        *("packed_slice", "packed_expanded", "packed_odd_rows", "packed_strided"),
+        *("scale_strided", "scale_transposed", "offsets_strided"),
     ),
 }
 
@@ -80,7 +82,7 @@ def test_opcheck_of_metadata_without_optional_buffers(device: str) -> None:
     torch.library.opcheck(overload(op, "out"), made.args, made.kwargs | views)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck_with_a_gradient(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(3, 7, dtype=dtype, device=device, requires_grad=True)
     rows = torch.tensor([2, 0, 0, -1, 3, 1], device=device)

@@ -1,9 +1,6 @@
 """Every op, overload and device against the oracle on every sample: bytes, strides, and the memory around buffers."""
 
-import ctypes
-import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import mxfp4_ops
 import pytest
@@ -12,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from samples import (
     CASES,
+    GLIBC,
     I32,
     INT32_MAX,
     OPTIONAL,
@@ -25,9 +23,9 @@ from samples import (
     buffer,
     buffers,
     expected,
-    oracle,
     overload,
     place,
+    poisoned_allocator,
     results,
     sample,
 )
@@ -50,24 +48,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-GLIBC = platform.libc_ver()[0] == "glibc"
-
-
-@contextmanager
-def poisoned_allocator(device: str, sizes: list[int]) -> Iterator[None]:
-    """New tensors hold OUTPUT_POISON: on the CPU all (with glibc), on a GPU those of these sizes in bytes, each once."""
-    if device == "cpu":
-        mallopt, M_PERTURB = ctypes.CDLL(None).mallopt if GLIBC else lambda *_: None, -6
-        mallopt(M_PERTURB, 0xFF ^ OUTPUT_POISON)  # malloc fills with the complement
-        try:
-            yield
-        finally:
-            mallopt(M_PERTURB, 0)
-    else:
-        torch.cuda.empty_cache()
-        blocks = [torch.full((size,), OUTPUT_POISON, dtype=torch.uint8, device=device) for size in sizes]
-        del blocks
-        yield
+# Functional -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not GLIBC, reason="malloc is poisoned through glibc")
@@ -79,14 +60,11 @@ def test_poisoned_allocator(device: str) -> None:
         assert (tensor == OUTPUT_POISON).all(), tensor.numel()
 
 
-# Functional -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op, name", CASES)
 def test_functional(op: str, name: str, device: str) -> None:
     """Right in every byte, though the memory of the results was not zero."""
     made, want = sample(op, name, device), expected(op, name)
-    with poisoned_allocator(device, [t.nbytes for t in want.values() if t.nbytes]):
+    with poisoned_allocator(device, [t.nbytes for t in want.values()]):
         got = results(op, overload(op, "default")(*made.args, **made.kwargs))
     for result in want:
         assert_same(got[result], want[result], f"{op} {name} {result}", any_nan(op))
@@ -114,6 +92,18 @@ def test_same_bytes_every_time(op: str, device: str) -> None:
             assert_same(other[result], first[result], f"{op} {name} {result}, run {run}", any_nan(op))
 
 
+@pytest.mark.parametrize("op", SAMPLES)
+def test_threads_change_nothing(op: str) -> None:
+    torch.set_num_threads(2)
+    try:
+        for name in SAMPLES[op]:
+            made, want = sample(op, name, "cpu"), expected(op, name)
+            for result, got in results(op, overload(op, "default")(*made.args, **made.kwargs)).items():
+                assert_same(got, want[result], f"{op} {name} {result}", any_nan(op))
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("op", QUANT_OPS)
 @pytest.mark.parametrize("name", [name for name, spec in QUANT.items() if spec.ids is None])
 def test_sorted_ids_give_the_same_bytes(op: str, name: str, device: str) -> None:
@@ -130,8 +120,10 @@ def test_sorted_ids_give_the_same_bytes(op: str, name: str, device: str) -> None
 
 def call_out(op: str, name: str, device: str, out: dict[str, Buffer]) -> None:
     made, want = sample(op, name, device), expected(op, name, out=True)
-    returned = overload(op, "out")(*made.args, **made.kwargs, **{result: b.view for result, b in out.items()})
-    assert returned is None
+    views = {result: b.view for result, b in out.items()}
+    # Not the poison of the buffers, which a copy of a buffer has to bring along.
+    with poisoned_allocator(device, [view.nbytes for view in views.values()], poison=0x3C):
+        assert overload(op, "out")(*made.args, **made.kwargs, **views) is None
     for result, written in out.items():
         written.check(want[result], f"{op} {name} {result}", any_nan(op))
 
@@ -251,14 +243,14 @@ BAD = {
     "negative": ([0, -10, 10, 30, 35], GOOD_SCALE_OFFSETS, None),
     "descending": ([0, 20, 10, 30, 35], GOOD_SCALE_OFFSETS, None),
     "beyond the rows": ([0, 10, 10, 30, 41], GOOD_SCALE_OFFSETS, None),
-    "far beyond the rows": ([0, 10, 10, 30, INT32_MAX], GOOD_SCALE_OFFSETS, None),
+    "far beyond": ([0, 10, 10, 30, INT32_MAX], GOOD_SCALE_OFFSETS, None),
     "scales not at a multiple of 128": (GOOD_OFFSETS, [0, 128, 130, 258, 386], None),
     "scales before the buffer": (GOOD_OFFSETS, [-128, 128, 128, 256, 384], None),
     "scales of two experts in one place": (GOOD_OFFSETS, [0, 128, 0, 256, 384], None),
     "scales beyond the buffer": (GOOD_OFFSETS, [0, 128, 128, 512, 640], None),
     "scales far beyond the buffer": (GOOD_OFFSETS, [0, 128, 128, 2**31 - 128, 0], None),
     "id of another expert": (GOOD_OFFSETS, GOOD_SCALE_OFFSETS, [1, *GOOD_IDS[1:]]),
-    "id of a row that has no expert": (GOOD_OFFSETS, GOOD_SCALE_OFFSETS, [*GOOD_IDS[:-1], 3]),
+    "id without an expert": (GOOD_OFFSETS, GOOD_SCALE_OFFSETS, [*GOOD_IDS[:-1], 3]),
 }
 BAD_OPS = (*QUANT_OPS, "mxfp4_dequantize")
 K = 96
@@ -311,14 +303,14 @@ not from 0: expert_offsets[0] must be 0, got 1
 negative: expert_offsets[1] must be from expert_offsets[0] (0) to the number of rows (40), got -10
 descending: expert_offsets[2] must be from expert_offsets[1] (20) to the number of rows (40), got 10
 beyond the rows: expert_offsets[4] must be from expert_offsets[3] (30) to the number of rows (40), got 41
-far beyond the rows: expert_offsets[4] must be from expert_offsets[3] (30) to the number of rows (40), got 2147483647
+far beyond: expert_offsets[4] must be from expert_offsets[3] (30) to the number of rows (40), got 2147483647
 scales not at a multiple of 128: blockscale_offsets[2] must be a multiple of 128 from 128 up, got 130
 scales before the buffer: blockscale_offsets[0] must be a multiple of 128 from 0 up, got -128
 scales of two experts in one place: blockscale_offsets[2] must be a multiple of 128 from 128 up, got 0
 scales beyond the buffer: blockscale_offsets[3] must leave 128 scale rows below S (512), got 512
 scales far beyond the buffer: blockscale_offsets[3] must leave 128 scale rows below S (512), got 2147483520
 id of another expert: sorted_expert_ids[0] must be the expert whose expert_offsets hold the row, or none, got 1
-id of a row that has no expert: sorted_expert_ids[39] must be the expert whose expert_offsets hold the row, or none, got 3""",
+id without an expert: sorted_expert_ids[39] must be the expert whose expert_offsets hold the row, or none, got 3""",
     )
 
 
@@ -327,6 +319,16 @@ def test_bad_offsets_give_every_op_the_same_error(op: str) -> None:
     for name, bad in bad_of(op).items():
         want = cpu_message(QUANT_OPS[0], bad).replace(QUANT_OPS[0], op)
         assert cpu_message(op, bad) == want, name
+
+
+@pytest.mark.parametrize("op", BAD_OPS)
+def test_bad_offsets_of_no_rows_on_the_cpu(op: str) -> None:
+    offsets, scale_offsets = torch.tensor([0, 5], dtype=I32), torch.tensor([0, 128], dtype=I32)
+    args = (torch.zeros(0, 64, dtype=torch.bfloat16), offsets, scale_offsets, 1)
+    if op == "mxfp4_dequantize":
+        args = (torch.zeros(0, 32, dtype=torch.uint8), torch.zeros(0, 4, dtype=torch.uint8), offsets, scale_offsets)
+    with pytest.raises(RuntimeError, match=r"expert_offsets\[1\] must be from .* to the number of rows \(0\), got 5"):
+        overload(op, "default")(*args, **({"dtype": torch.float32} if op == "mxfp4_dequantize" else {}))
 
 
 @pytest.mark.gpu
@@ -380,7 +382,8 @@ def call_in_one_pool(op: str, output: str, other: str, device: str, overlap: boo
     names = [a.name for a in overload(op, "default")._schema.arguments]
     tensors = dict(zip(names, made.args)) | made.kwargs
     tensors |= {r: b.view for r, b in buffers(op, SHARED_SAMPLES[op], device).items()}
-    pool = torch.empty(2 * max(t.nbytes for t in tensors.values() if torch.is_tensor(t)) + 32, dtype=torch.uint8, device=device)
+    size = 32 + 2 * max(t.nbytes for t in tensors.values() if torch.is_tensor(t))
+    pool = torch.empty(size, dtype=torch.uint8, device=device)
     pieces = (tensors[other].nbytes + 15) // 16
     for name, begin in ((output, 16 * (pieces - 1 if overlap else pieces)), (other, 0)):
         t = tensors[name]
@@ -391,7 +394,8 @@ def call_in_one_pool(op: str, output: str, other: str, device: str, overlap: boo
 
 @pytest.mark.parametrize("op, output, other", list(shared_pairs()))
 def test_out_refuses_shared_memory(op: str, output: str, other: str, device: str) -> None:
-    with pytest.raises(RuntimeError, match=f"{op}: {output} must not share memory with {other}, got buffers that overlap"):
+    message = f"{op}: {output} must not share memory with {other}, got buffers that overlap"
+    with pytest.raises(RuntimeError, match=message):
         call_in_one_pool(op, output, other, device, overlap=True)
 
 
@@ -400,3 +404,16 @@ def test_out_takes_neighbours_in_one_buffer(op: str, output: str, other: str, de
     got, want = call_in_one_pool(op, output, other, device, overlap=False), expected(op, SHARED_SAMPLES[op], out=True)
     for result in want:
         assert_same(got[result], want[result], f"{op} {result}", any_nan(op))
+
+
+def test_out_between_the_rows_of_an_input(device: str) -> None:
+    big = torch.arange(40, dtype=torch.float32, device=device).view(4, 10)
+    x, flip = big[:, :5], torch.tensor([3, 2, 1, 0], device=device)
+    with pytest.raises(RuntimeError, match="output must not share memory with input"):
+        overload("shuffle_rows", "out")(input=x, dst2src_map=flip, output=big.view(-1)[:20].view(4, 5))
+    with pytest.raises(RuntimeError, match="output must not share memory with input"):
+        overload("shuffle_rows", "out")(input=x, dst2src_map=flip[:1], output=big.view(-1)[34:39].view(1, 5))
+    # In the gap between two rows there is nothing to share.
+    gap = big.view(-1)[25:30].view(1, 5)
+    overload("shuffle_rows", "out")(input=x, dst2src_map=flip[:1], output=gap)
+    assert gap.tolist() == [[30, 31, 32, 33, 34]]

@@ -48,9 +48,12 @@ void Backend::dequantize(const DequantizeArgs& args) {
   const ExpertRows experts{args.expert_offsets, args.blockscale_offsets, args.num_experts};
   experts.validate(Checks("mxfp4_dequantize"), args.rows, args.scale_rows);
   switch (args.type) {
-    case FloatType::kFloat32: return run<Float32>(args, experts);
-    case FloatType::kBFloat16: return run<BFloat16>(args, experts);
-    case FloatType::kFloat16: return run<Float16>(args, experts);
+    case FloatType::kFloat32:
+      return run<Float32>(args, experts);
+    case FloatType::kBFloat16:
+      return run<BFloat16>(args, experts);
+    case FloatType::kFloat16:
+      return run<Float16>(args, experts);
   }
 }
 

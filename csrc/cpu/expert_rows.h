@@ -32,17 +32,18 @@ struct ExpertRows {
     for (int64_t e = 0; e < num_experts; ++e) {
       if (end(e) < begin(e) || end(e) > rows)
         check.fail(at("expert_offsets", e + 1).c_str(),
-                   "be from " + at("expert_offsets", e) + " (" + std::to_string(begin(e)) + ") to the number of rows (" +
-                       std::to_string(rows) + ")",
+                   "be from " + at("expert_offsets", e) + " (" + std::to_string(begin(e)) +
+                       ") to the number of rows (" + std::to_string(rows) + ")",
                    end(e));
       if (end(e) == begin(e)) continue;  // an expert without rows reads no scale
       const int64_t first = blockscale_offsets[e], needed = round_up(end(e) - begin(e), kTileRows);
       if (first < free_row || first % kTileRows != 0)
-        check.fail(at("blockscale_offsets", e).c_str(),
-                   "be a multiple of 128 from " + std::to_string(free_row) + " up", first);
+        check.fail(at("blockscale_offsets", e).c_str(), "be a multiple of 128 from " + std::to_string(free_row) + " up",
+                   first);
       if (first + needed > scale_rows)
         check.fail(at("blockscale_offsets", e).c_str(),
-                   "leave " + std::to_string(needed) + " scale rows below S (" + std::to_string(scale_rows) + ")", first);
+                   "leave " + std::to_string(needed) + " scale rows below S (" + std::to_string(scale_rows) + ")",
+                   first);
       free_row = first + needed;
     }
   }

@@ -53,8 +53,6 @@ void run(const MetadataArgs& a) {
 
 }  // namespace
 
-void Backend::metadata(const MetadataArgs& args) {
-  args.ids_are_int64 ? run<int64_t>(args) : run<int32_t>(args);
-}
+void Backend::metadata(const MetadataArgs& args) { args.ids_are_int64 ? run<int64_t>(args) : run<int32_t>(args); }
 
 }  // namespace mxfp4::cpu

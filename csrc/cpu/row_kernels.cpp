@@ -12,8 +12,8 @@
 namespace mxfp4::cpu {
 namespace {
 
-// code(v) = how many of the seven boundaries between codes lie below v. For 16-bit values, scaled boundaries are compared
-// as integers: exact for every scale, subnormals included, without one floating-point operation.
+// code(v) = how many of the seven boundaries between codes lie below v. For 16-bit values, scaled boundaries are
+// compared as integers: exact for every scale, subnormals included, without one floating-point operation.
 struct Boundaries {
   int16_t below[256][8];  // [scale][i]: the largest magnitude (as bits) that still has a code <= i
 };
@@ -59,8 +59,8 @@ const Boundaries kFloat16Boundaries = make_boundaries_exactly<Float16>();
 
 constexpr int64_t kChunk = 1024;  // columns whose codes are held unpacked, 2 KB: stays in L1
 
-// The same loops once for each instruction set. Included as text: a vector type is broken up for the target of the function
-// that it is written in, before anything is inlined.
+// The same loops once for each instruction set. Included as text: a vector type is broken up for the target of the
+// function that it is written in, before anything is inlined.
 #define MXFP4_VECTOR_BYTES 16
 namespace baseline {
 #include "row_kernels_body.h"

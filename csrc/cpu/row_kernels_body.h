@@ -1,4 +1,5 @@
-// Text of row_kernels.cpp, compiled once for each instruction set inside a namespace of its own: hence no include guard.
+// Text of row_kernels.cpp, compiled once for each instruction set inside a namespace of its own: hence no include
+// guard.
 
 // A block of 32 as the vectors of the target, for compilers break up wider ones element by element.
 constexpr int kLanes = MXFP4_VECTOR_BYTES / 2;

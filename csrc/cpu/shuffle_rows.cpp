@@ -20,8 +20,6 @@ void run(const ShuffleArgs& a) {
 
 }  // namespace
 
-void Backend::shuffle_rows(const ShuffleArgs& args) {
-  args.map_is_int64 ? run<int64_t>(args) : run<int32_t>(args);
-}
+void Backend::shuffle_rows(const ShuffleArgs& args) { args.map_is_int64 ? run<int64_t>(args) : run<int32_t>(args); }
 
 }  // namespace mxfp4::cpu

@@ -1,6 +1,5 @@
-#include "device/dequantize.cuh"
-
 #include "backend.h"
+#include "device/dequantize.cuh"
 #include "launch.h"
 
 namespace mxfp4::cuda {
@@ -21,11 +20,15 @@ void choose(const DequantizeArgs& a, cudaStream_t stream) {
 }  // namespace
 
 void Backend::dequantize(const DequantizeArgs& a) {
+  if (a.rows == 0) return;
   const OnDevice device(a.device);
   switch (a.type) {
-    case FloatType::kFloat32: return choose<FloatType::kFloat32>(a, device.stream());
-    case FloatType::kBFloat16: return choose<FloatType::kBFloat16>(a, device.stream());
-    case FloatType::kFloat16: return choose<FloatType::kFloat16>(a, device.stream());
+    case FloatType::kFloat32:
+      return choose<FloatType::kFloat32>(a, device.stream());
+    case FloatType::kBFloat16:
+      return choose<FloatType::kBFloat16>(a, device.stream());
+    case FloatType::kFloat16:
+      return choose<FloatType::kFloat16>(a, device.stream());
   }
 }
 

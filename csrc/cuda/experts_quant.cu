@@ -1,6 +1,5 @@
-#include "device/experts_quant.cuh"
-
 #include "backend.h"
+#include "device/experts_quant.cuh"
 #include "launch.h"
 
 namespace mxfp4::cuda {

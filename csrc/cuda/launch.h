@@ -21,8 +21,9 @@ inline void check_cuda(const char* op, cudaError_t error) {
     cudaDeviceProp properties{};
     cudaGetDevice(&device);
     cudaGetDeviceProperties(&properties, device);
-    message += "; mxfp4_ops was compiled for " MXFP4_OPS_CUDA_ARCHS ", this GPU is " + std::to_string(properties.major) +
-               "." + std::to_string(properties.minor) + " (set TORCH_CUDA_ARCH_LIST and build again)";
+    message += "; mxfp4_ops was compiled for " MXFP4_OPS_CUDA_ARCHS ", this GPU is " +
+               std::to_string(properties.major) + "." + std::to_string(properties.minor) +
+               " (set TORCH_CUDA_ARCH_LIST and build again)";
   }
   throw std::runtime_error(message);
 }

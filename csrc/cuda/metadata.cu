@@ -1,6 +1,5 @@
-#include "device/metadata.cuh"
-
 #include "backend.h"
+#include "device/metadata.cuh"
 #include "launch.h"
 
 namespace mxfp4::cuda {

@@ -1,6 +1,5 @@
-#include "device/shuffle_rows.cuh"
-
 #include "backend.h"
+#include "device/shuffle_rows.cuh"
 #include "launch.h"
 
 namespace mxfp4::cuda {

@@ -1,5 +1,5 @@
-// Argument checks of the kernels. meta/checks.py makes the same checks in the same order with the same words for the fakes;
-// tests/test_checks.py holds the two to each other.
+// Argument checks of the kernels. meta/checks.py makes the same checks in the same order with the same words for the
+// fakes; tests/test_checks.py holds the two to each other.
 #pragma once
 #include <sstream>
 #include <stdexcept>
@@ -122,8 +122,8 @@ class Checks {
     if (rows > INT32_MAX) fail(arg, "have fewer than 2^31 routed rows", rows);
   }
 
-  // Kernels read and write in no order that a caller could rely on, so no written buffer may share memory with another
-  // argument. Only contiguous tensors are compared: the extents of strided views may interleave without harm.
+  // Kernels read and write in no order that a caller could rely on, so no buffer that one writes may share memory with
+  // another argument. Tensors that a kernel reaches only through a copy cannot collide, and are passed over.
   void no_overlap(std::initializer_list<std::pair<const char*, const Tensor*>> inputs,
                   std::initializer_list<std::pair<const char*, const Tensor*>> outputs) const {
     for (auto out = outputs.begin(); out != outputs.end(); ++out) {
@@ -134,15 +134,35 @@ class Checks {
   }
 
  private:
-  void pair_overlap(const std::pair<const char*, const Tensor*>& a, const std::pair<const char*, const Tensor*>& b) const {
-    if (b.second == nullptr || !a.second->is_contiguous() || !b.second->is_contiguous()) return;
-    if (a.second->numel() == 0 || b.second->numel() == 0) return;
-    const auto begin_a = reinterpret_cast<uintptr_t>(a.second->data_ptr());
-    const auto begin_b = reinterpret_cast<uintptr_t>(b.second->data_ptr());
-    const auto end_a = begin_a + static_cast<uintptr_t>(a.second->numel()) * a.second->element_size();
-    const auto end_b = begin_b + static_cast<uintptr_t>(b.second->numel()) * b.second->element_size();
-    if (begin_a < end_b && begin_b < end_a)
-      fail(a.first, std::string("not share memory with ") + b.first, "buffers that overlap");
+  // Bytes that a kernel touches in place: `rows` stretches of `width` bytes, `step` apart.
+  struct Stretches {
+    int64_t begin = 0, width = 0, step = 0, rows = 0;
+  };
+
+  static Stretches stretches(const Tensor& t) {
+    Stretches s;
+    const auto size = static_cast<int64_t>(t.element_size());
+    if (t.numel() == 0) return s;
+    s.begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data_ptr()));
+    if (t.is_contiguous()) {
+      s.rows = 1, s.width = t.numel() * size;
+    } else if (t.dim() == 2 && (t.size(1) == 1 || t.stride(1) == 1)) {
+      s.rows = t.stride(0) == 0 ? 1 : t.size(0), s.width = t.size(1) * size, s.step = t.stride(0) * size;
+    }
+    return s;
+  }
+
+  void pair_overlap(const std::pair<const char*, const Tensor*>& out,
+                    const std::pair<const char*, const Tensor*>& other) const {
+    if (other.second == nullptr || !out.second->is_contiguous()) return;
+    const Stretches a = stretches(*out.second), b = stretches(*other.second);
+    if (a.rows == 0 || b.rows == 0) return;
+    // The first stretch of b that ends behind a's begin meets a, or none does.
+    const int64_t gap = a.begin - b.begin - b.width;
+    const int64_t i = gap < 0 || b.step == 0 ? 0 : gap / b.step + 1;
+    const int64_t begin = b.begin + i * b.step;
+    if (i < b.rows && begin < a.begin + a.width && a.begin < begin + b.width)
+      fail(out.first, std::string("not share memory with ") + other.first, "buffers that overlap");
   }
 
   const char* op_;

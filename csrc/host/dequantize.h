@@ -55,7 +55,7 @@ struct Dequantize {
                 : dtype == aoti_torch_dtype_bfloat16() ? FloatType::kBFloat16
                                                        : FloatType::kFloat16;
     args.device = rows.get_device_index();
-    if (args.rows > 0) Backend::dequantize(args);
+    Backend::dequantize(args);
   }
 
   static Tensor functional(const Tensor& packed, const Tensor& scale, const Tensor& expert_offsets,

@@ -39,9 +39,9 @@ template <typename Backend, bool kSilu>
 struct ExpertsQuant {
   static int64_t width(const Tensor& input) { return kSilu ? input.size(1) / 2 : input.size(1); }
 
-  static void run(const Tensor& input, const Tensor& expert_offsets, const Tensor& blockscale_offsets, int64_t n_experts,
-                  const OptionalTensor& sorted_expert_ids, const Tensor& output, const Tensor& output_scale,
-                  bool zero_padding) {
+  static void run(const Tensor& input, const Tensor& expert_offsets, const Tensor& blockscale_offsets,
+                  int64_t n_experts, const OptionalTensor& sorted_expert_ids, const Tensor& output,
+                  const Tensor& output_scale, bool zero_padding) {
     const Tensor rows = as_rows(input, Backend::kAlignment);
     const Tensor offsets = as_contiguous(expert_offsets), blockscale = as_contiguous(blockscale_offsets);
     const OptionalTensor sorted = as_contiguous(sorted_expert_ids);
@@ -96,7 +96,8 @@ struct ExpertsQuant {
                       {"sorted_expert_ids", sorted_expert_ids.has_value() ? &*sorted_expert_ids : nullptr}},
                      {{"output", &output}, {"output_scale", &output_scale}});
     Written codes(output, Backend::kAlignment, false), scales(output_scale, Backend::kAlignment, true);
-    run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, codes.tensor(), scales.tensor(), false);
+    run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, codes.tensor(), scales.tensor(),
+        false);
     codes.commit();
     scales.commit();
   }

@@ -69,7 +69,8 @@ struct Metadata {
                 empty({E, 3}, i32, topk_ids),  empty({R}, i32, topk_ids),     empty({R}, i32, topk_ids),
                 empty({R}, i32, topk_ids)};
     auto& [offsets, blockscale, sizes1, sizes2, input_perm, output_perm, sorted] = out;
-    run(topk_ids, E, n, k, is_gated, expert_map, offsets, &blockscale, sizes1, sizes2, input_perm, output_perm, &sorted);
+    run(topk_ids, E, n, k, is_gated, expert_map, offsets, &blockscale, sizes1, sizes2, input_perm, output_perm,
+        &sorted);
     return out;
   }
 

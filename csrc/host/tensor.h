@@ -37,8 +37,8 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const T
     step *= std::max<int64_t>(shape[i], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dim, shape, strides, dtype, device_type(like), like.get_device_index(), &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, shape, strides, dtype, device_type(like), like.get_device_index(), &handle));
   return Tensor(handle);
 }
 

@@ -38,8 +38,9 @@ __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
   return r;
 }
 
-// Two f16 that hold v * 2^-14 to two codes at bits 0..3 and 16..19. 2^-14 puts E2M1's subnormal step on f16's exponents, so
-// that one integer rounding at mantissa bit 9 serves all magnitudes. NaN, which conversion made positive, becomes 7.
+// Two f16 that hold v * 2^-14 to two codes at bits 0..3 and 16..19. 2^-14 puts E2M1's subnormal step on f16's
+// exponents, so that one integer rounding at mantissa bit 9 serves all magnitudes. NaN, which conversion made positive,
+// becomes 7.
 __device__ __forceinline__ uint32_t e2m1_pair(uint32_t h) {
   const uint32_t magnitude = h & 0x7fff7fffu;
   uint32_t code = ((magnitude + 0x00ff00ffu + ((magnitude >> 9) & 0x00010001u)) >> 9) & 0x007f007fu;
@@ -47,7 +48,8 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t h) {
   return code | ((h >> 12) & 0x00080008u);
 }
 
-// Codes of a block without the scale's help: sign of zeros where the scale byte is 0, 7 for NaN and Inf where it is 0xff.
+// Codes of a block without the scale's help: sign of zeros where the scale byte is 0, 7 for NaN and Inf where it is
+// 0xff.
 template <typename T>
 __device__ __forceinline__ uint32_t codes_of_pair(uint32_t a, uint32_t b, float inverse, uint32_t s) {
   // a holds columns 2i and 2i+1, b columns 2i+4 and 2i+5: the result has codes at bits 0, 4, 16 and 20.
@@ -61,13 +63,13 @@ __device__ __forceinline__ uint32_t codes_of_pair(uint32_t a, uint32_t b, float 
   }
 }
 
-// Values w of 8 columns to their 8 codes (column i at bits 4i) and the scale byte. Lanes 4j to 4j+3 hold one block; every
-// lane of the warp takes part.
+// Values w of 8 columns to their 8 codes (column i at bits 4i) and the scale byte. Lanes 4j to 4j+3 hold one block;
+// every lane of the warp takes part.
 template <typename T>
 __device__ __forceinline__ uint32_t quantize8(const uint4& w, uint32_t& scale) {
   constexpr uint32_t kMagnitude = 0x7fff7fffu;
-  uint32_t m = max_pair<T>(max_pair<T>(w.x & kMagnitude, w.y & kMagnitude),
-                           max_pair<T>(w.z & kMagnitude, w.w & kMagnitude));
+  uint32_t m =
+      max_pair<T>(max_pair<T>(w.x & kMagnitude, w.y & kMagnitude), max_pair<T>(w.z & kMagnitude, w.w & kMagnitude));
   m = max_pair<T>(m, __shfl_xor_sync(kAllLanes, m, 1));
   m = max_pair<T>(m, __shfl_xor_sync(kAllLanes, m, 2));
   m = max_pair<T>(m, m >> 16);

@@ -1,5 +1,5 @@
-// Which expert a row belongs to, and where its scales are. Offsets come from the device and may be wrong: every result is
-// checked against the buffers before it is used as an address.
+// Which expert a row belongs to, and where its scales are. Offsets come from the device and may be wrong: every result
+// is checked against the buffers before it is used as an address.
 #pragma once
 #include <cstdint>
 

@@ -18,7 +18,8 @@ __device__ __forceinline__ void zero_scale_tiles(const QuantArgs& a, int tile_ro
   uint8_t* tile = a.output_scale + static_cast<int64_t>(tile_row) * tiles * kTileBytes;
   const int words = tiles * 32;  // of 16 bytes: the scales of rows g, g + 32, g + 64 and g + 96
   const int threads = blockDim.x * blockDim.y;
-  for (int w = chunk_index() * threads + threadIdx.y * blockDim.x + threadIdx.x; w < words; w += threads * chunk_count()) {
+  for (int w = chunk_index() * threads + threadIdx.y * blockDim.x + threadIdx.x; w < words;
+       w += threads * chunk_count()) {
     const int g = w % 32;
     uint32_t* scales = reinterpret_cast<uint32_t*>(tile + static_cast<int64_t>(w) * 16);
     if (g >= rows) {
@@ -32,7 +33,8 @@ __device__ __forceinline__ void zero_scale_tiles(const QuantArgs& a, int tile_ro
 }
 
 // Scales of up to four neighbouring blocks of a row from `block`, a multiple of 4, on; the low byte is the first.
-__device__ __forceinline__ void store_scales(const QuantArgs& a, const ScaleRow& s, int tiles, unsigned block, uint32_t word) {
+__device__ __forceinline__ void store_scales(const QuantArgs& a, const ScaleRow& s, int tiles, unsigned block,
+                                             uint32_t word) {
   uint8_t* target = a.output_scale + scale_address(s, tiles, block);
   const unsigned blocks = static_cast<unsigned>(a.K / kBlock) - block;
   if (blocks >= 4 || a.zero_padding) {
@@ -51,11 +53,12 @@ __device__ __forceinline__ void store_units(const QuantArgs& a, const ScaleRow& 
   const uint32_t s3 = __shfl_down_sync(kAllLanes, first, 12);
   if (!store || !s.valid || threadIdx.x % 16 != 0) return;
   const unsigned lanes = blockDim.x - threadIdx.x;  // of this row from here on; beyond lie other rows
-  store_scales(a, s, tiles, u / 4, first | (lanes > 4 ? s1 << 8 : 0) | (lanes > 8 ? s2 << 16 : 0) | (lanes > 12 ? s3 << 24 : 0));
+  store_scales(a, s, tiles, u / 4,
+               first | (lanes > 4 ? s1 << 8 : 0) | (lanes > 8 ? s2 << 16 : 0) | (lanes > 12 ? s3 << 24 : 0));
 }
 
-// Four units a lane, blockDim.x apart: the four lanes of a block exchange them, so that each stores 16 bytes, the codes of a
-// whole block, and knows that block's scale.
+// Four units a lane, blockDim.x apart: the four lanes of a block exchange them, so that each stores 16 bytes, the codes
+// of a whole block, and knows that block's scale.
 __device__ __forceinline__ void store_units(const QuantArgs& a, const ScaleRow& s, int row, int units, int tiles, int u,
                                             bool in_range, uint32_t (&codes)[4], const uint32_t (&scale)[4]) {
   const int sub = threadIdx.x & 3;
@@ -103,7 +106,8 @@ __global__ void __launch_bounds__(256) experts_quant_kernel(const QuantArgs a, c
   ScaleRow s{false, 0, 0};
   if (in_range) s = scale_row(a.expert_offsets, a.blockscale_offsets, E, a.scale_rows, row, expert);
   const bool has_expert = s.valid, lost = in_range && !has_expert;
-  // The id says none, the offsets may say otherwise: then no row writes these scales and no tile counts them as padding.
+  // The id says none, the offsets may say otherwise: then no row writes these scales and no tile counts them as
+  // padding.
   if (a.zero_padding && a.sorted_expert_ids != nullptr && __any_sync(kAllLanes, lost)) {
     const int by_offset = search(a.expert_offsets, E, row);
     if (lost) s = scale_row(a.expert_offsets, a.blockscale_offsets, E, a.scale_rows, row, by_offset);

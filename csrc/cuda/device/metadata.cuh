@@ -1,5 +1,5 @@
-// Router ids to the arrays of the routed rows by one CTA: a counting sort whose counters are one histogram a warp, each warp
-// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing.
+// Router ids to the arrays of the routed rows by one CTA: a counting sort whose counters are one histogram a warp, each
+// warp taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing.
 #pragma once
 #include "../../args.h"
 #include "../../layout.h"
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kMetadataThreads)
   extern __shared__ int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
   int32_t* histograms = scratch != nullptr ? scratch : shared;
-  const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31,
+            warp = tid >> 5;
   const int64_t stretch = round_up(ceil_div(a.rows, slot_warps), 32);
   const int64_t begin = warp < slot_warps ? min(warp * stretch, a.rows) : a.rows, end = min(begin + stretch, a.rows);
   int32_t* mine = histograms + static_cast<int64_t>(warp) * E;
