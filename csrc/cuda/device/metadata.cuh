@@ -28,13 +28,14 @@ __device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
   return static_cast<int>(id >= 0 && id < a.num_experts ? id : a.num_experts);
 }
 
-// histograms: [slot_warps][E], in shared memory where it fits, else `scratch`.
-template <typename Id>
-__global__ void __launch_bounds__(kMetadataThreads)
+// histograms: [slot_warps][E], in shared memory where that is large enough, else in `scratch`.
+template <typename Id, bool kShared>
+__global__ void __launch_bounds__(kMetadataThreads, 1)
     metadata_kernel(const MetadataArgs a, const int slot_warps, int32_t* __restrict__ scratch) {
   extern __shared__ int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
-  int32_t* histograms = scratch != nullptr ? scratch : shared;
+  int32_t* histograms = shared;
+  if constexpr (!kShared) histograms = scratch;
   const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31,
             warp = tid >> 5;
   const int64_t stretch = round_up(ceil_div(a.rows, slot_warps), 32);
@@ -58,12 +59,11 @@ __global__ void __launch_bounds__(kMetadataThreads)
     for (int i = 0; i < kAhead; ++i) {
       if (first + 32 * i >= end) break;
       const unsigned same = same_expert(expert[i], bits), before = same & ((1u << lane) - 1u);
-      if (expert[i] < E) {
-        const int32_t rank = mine[expert[i]];
-        a.output_permutation[first + 32 * i + lane] = rank + __popc(before);
-        __syncwarp(same);
-        if (before == 0) mine[expert[i]] = rank + __popc(same);
-      }
+      const bool routed = expert[i] < E;
+      const int32_t rank = routed ? mine[expert[i]] : 0;
+      __syncwarp();
+      if (routed) a.output_permutation[first + 32 * i + lane] = rank + __popc(before);
+      if (routed && before == 0) mine[expert[i]] = rank + __popc(same);
       __syncwarp();
     }
   }
@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(kMetadataThreads)
     const int e = base + tid;
     int32_t count = 0;
     if (e < E)
+#pragma unroll 8
       for (int w = 0; w < slot_warps; ++w) count += histograms[static_cast<int64_t>(w) * E + e];
     const int32_t tiles = (count + static_cast<int32_t>(kTileRows) - 1) / static_cast<int32_t>(kTileRows);
     int32_t rows_sum = count, tiles_sum = tiles;
@@ -94,6 +95,7 @@ __global__ void __launch_bounds__(kMetadataThreads)
     rows_before += rows_all, tiles_before += tiles_all;
     if (e < E) {
       int32_t next = first_row;
+#pragma unroll 8
       for (int w = 0; w < slot_warps; ++w) {
         int32_t& h = histograms[static_cast<int64_t>(w) * E + e];
         const int32_t c = h;
