@@ -21,7 +21,9 @@ def scale_tiles(K: Size) -> Size:
 
 def scale_rows(R: Size, E: Size) -> Size:
     """S: rows of the scale tensor that suffice for any routing of R rows over E experts, each padded to 128 rows."""
-    return (R + (TILE_ROWS - 1) * torch.sym_min(R, E)) // TILE_ROWS * TILE_ROWS
+    # sym_min adds no guard on which of the two is smaller; of plain ints Dynamo of torch 2.11 cannot trace it.
+    smaller = min(R, E) if isinstance(R, int) and isinstance(E, int) else torch.sym_min(R, E)
+    return (R + (TILE_ROWS - 1) * smaller) // TILE_ROWS * TILE_ROWS
 
 
 def metadata_shapes(m: Size, topk: Size, E: Size) -> tuple[Sequence[Size], ...]:

@@ -4,7 +4,7 @@ The functions here are the ops of ``torch.ops.mxfp4_ops`` with named results; ``
 scale layout; ``compat.vllm`` has vLLM's own signatures; ``meta`` the shape functions and fakes.
 """
 
-from . import _library, meta, layout  # noqa: F401, I001  (the libraries define the ops that the fakes are registered for)
+from . import _library, _autograd, meta, layout  # noqa: F401, I001  (_library defines the ops that the others add to)
 from .ops import (
     MoEMetadata,
     QuantizedRows,

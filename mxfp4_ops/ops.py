@@ -275,22 +275,3 @@ def mxfp4_dequantize(
         return _ops.mxfp4_dequantize.default(packed, scale, expert_offsets, blockscale_offsets, dtype=dtype)
     _ops.mxfp4_dequantize.out(packed, scale, expert_offsets, blockscale_offsets, dtype=dtype, output=out)
     return out
-
-
-def _save_map(ctx, inputs, output) -> None:
-    input, dst2src_map = inputs
-    ctx.save_for_backward(dst2src_map)
-    ctx.rows = input.shape[0]
-
-
-def _shuffle_rows_backward(ctx, grad: Tensor):
-    (dst2src_map,) = ctx.saved_tensors
-    valid = (dst2src_map >= 0) & (dst2src_map < ctx.rows)
-    # Rows from outside the input gather in a row of their own, which is cut off. index_put sums the rows of a token in
-    # a fixed order, as the backward of input[dst2src_map] does.
-    target = torch.where(valid, dst2src_map, ctx.rows).long()
-    result = grad.new_zeros(ctx.rows + 1, grad.shape[1])
-    return result.index_put((target,), grad, accumulate=True)[: ctx.rows], None
-
-
-torch.library.register_autograd("mxfp4_ops::shuffle_rows", _shuffle_rows_backward, setup_context=_save_map)

@@ -1,0 +1,137 @@
+"""torch.export and AOTInductor: a program exported at one batch size has the bytes of eager at every other."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from samples import assert_same
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+import mxfp4_ops
+
+E, TOPK, N, K = 16, 4, 64, 192
+BATCHES = (0, 1, 2, 8, 33, 300)  # R < E and R > E
+
+# Of torch: the executor of custom ops took dtype arguments for others (pytorch/pytorch#169157).
+AOTI_TAKES_DTYPES = torch.__version__ >= torch.torch_version.TorchVersion("2.12")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
+
+
+class Quantize(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K)
+        where = (data.expert_offsets, data.blockscale_offsets, E)
+        rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
+        quantized = mxfp4_ops.mxfp4_experts_quant(rows, *where, data.sorted_expert_ids)
+        activated = mxfp4_ops.silu_and_mul_mxfp4_experts_quant(rows, *where)
+        return *data, *quantized, *activated
+
+
+class QuantizeAndBack(Quantize):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        results = super().forward(x, topk_ids)
+        values = mxfp4_ops.mxfp4_dequantize(*results[7:9], *results[:2], dtype=torch.float32)
+        return *results, mxfp4_ops.shuffle_rows(values, results[5])
+
+
+class QuantizeIntoBuffers(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        R = topk_ids.numel()
+        data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K)
+        where = (data.expert_offsets, data.blockscale_offsets, E)
+        rows = mxfp4_ops.shuffle_rows(x, data.input_permutation, out=x.new_empty(R, K))
+        S, T = mxfp4_ops.layout.scale_rows(R, E), mxfp4_ops.layout.scale_tiles(K)
+        buffers = tuple(torch.full(shape, 7, dtype=torch.uint8, device=x.device) for shape in ((R, K // 2), (S, 4 * T)))
+        return tuple(mxfp4_ops.mxfp4_experts_quant(rows, *where, out=buffers))
+
+
+MODULES = (Quantize, QuantizeAndBack, QuantizeIntoBuffers)
+each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+
+
+def inputs(m: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    x = torch.randn(m, K, dtype=torch.bfloat16, device=device)
+    return x, torch.randint(-1, E, (m, TOPK), device=device)
+
+
+def exported(module: torch.nn.Module, dim: object, device: str = "cpu", strict: bool = False) -> ExportedProgram:
+    dynamic_shapes = None if dim is None else {"x": {0: dim}, "topk_ids": {0: dim}}
+    return torch.export.export(module, inputs(8, device), dynamic_shapes=dynamic_shapes, strict=strict)
+
+
+def check(program: object, module: torch.nn.Module, batches: tuple[int, ...], device: str = "cpu") -> None:
+    for m in batches:
+        arguments = inputs(m, device)
+        got, want = tree_leaves(program(*arguments)), module(*arguments)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert_same(g, w, f"m = {m}: result {i}")
+
+
+@each_module
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_static_batch(module: type, strict: bool, device: str) -> None:
+    check(exported(module(), None, device, strict).module(), module(), (8,), device)
+
+
+@each_module
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize("dim", [Dim("m"), Dim("m", min=0, max=4096)], ids=["m", "m_from_0"])
+def test_dynamic_batch(module: type, dim: Dim, strict: bool, device: str) -> None:
+    check(exported(module(), dim, device, strict).module(), module(), BATCHES, device)
+
+
+def test_range_of_the_batch_is_the_callers() -> None:
+    """No check of ours narrows the range that the caller gave."""
+    program = exported(QuantizeAndBack(), Dim("m", min=0, max=4096))
+    assert [(r.lower, r.upper) for r in program.range_constraints.values()] == [(0, 4096)]
+
+
+def test_ops_stay_whole() -> None:
+    """Decomposition leaves one call per op and no assertion beside them."""
+    program = exported(QuantizeAndBack(), Dim("m")).run_decompositions()
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "getitem" not in name] == [
+        "mxfp4_ops.get_cutlass_moe_mm_data.default",
+        "mxfp4_ops.shuffle_rows.default",
+        "mxfp4_ops.mxfp4_experts_quant.default",
+        "mxfp4_ops.silu_and_mul_mxfp4_experts_quant.default",
+        "mxfp4_ops.mxfp4_dequantize.default",
+        "mxfp4_ops.shuffle_rows.default",
+    ]
+
+
+@each_module
+def test_decomposed(module: type) -> None:
+    program = exported(module(), Dim("m", min=0)).run_decompositions()
+    check(program.module(), module(), BATCHES)
+
+
+@each_module
+def test_saved_and_loaded(module: type, device: str) -> None:
+    file = io.BytesIO()
+    torch.export.save(exported(module(), Dim("m", min=0), device), file)
+    file.seek(0)
+    check(torch.export.load(file).module(), module(), BATCHES, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module",
+    [
+        Quantize,
+        pytest.param(
+            QuantizeAndBack,
+            marks=pytest.mark.xfail(not AOTI_TAKES_DTYPES, reason="pytorch/pytorch#169157: wrong dtype argument"),
+        ),
+        QuantizeIntoBuffers,
+    ],
+    ids=lambda module: module.__name__,
+)
+def test_aot_inductor(module: type, tmp_path: Path, device: str) -> None:
+    program = exported(module(), Dim("m", min=0, max=4096), device)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    check(torch._inductor.aoti_load_package(package), module(), BATCHES, device)
