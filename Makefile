@@ -3,10 +3,11 @@
 # requirements-dev.txt.
 
 ACTIVE := $(shell python3 -c 'import torch' 2>/dev/null && command -v python3)
-PY := $(or $(ACTIVE),.venv/bin/python)
-# A build belongs to the Python and torch that it was made with.
-ENV_ID := $(if $(ACTIVE),$(shell python3 -c 'import hashlib, sys, torch; print(hashlib.md5((sys.prefix + torch.__version__).encode()).hexdigest()[:8])'),venv)
-BUILT := .make/built-$(ENV_ID)
+PY := "$(or $(ACTIVE),.venv/bin/python)"
+# A build belongs to the Python, the torch and the settings that it was made with.
+BUILD_ID := $(shell (echo '$(MXFP4_OPS_CUDA) $(TORCH_CUDA_ARCH_LIST) $(ACTIVE)'; \
+  python3 -c 'import torch; print(torch.__version__)' 2>/dev/null) | cksum | cut -d' ' -f1)
+BUILT := .make/built-$(BUILD_ID)
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test test-slow wheel clean env build
@@ -28,7 +29,7 @@ build: $(BUILT)
 
 $(BUILT): $(SOURCES) | env
 	$(PY) -m pip install --no-build-isolation --no-deps -e .
-	@mkdir -p .make && touch $@
+	@rm -rf .make && mkdir -p .make && touch $@
 
 ifeq ($(ACTIVE),)
 env: .venv/.ready

@@ -100,8 +100,10 @@ def extensions() -> list:
     if home is None:
         print(f"mxfp4_ops: building CPU kernels only: {reason}")
         return [cpu]
-    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or ALL_ARCHS
-    os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or ALL_ARCHS
+    # By torch's own reading of the list, names such as Hopper included: "sm_90a", or "compute_80" for PTX.
+    codes = [flag.rsplit("code=", 1)[1] for flag in cpp_extension._get_cuda_arch_flags()]
+    archs = " ".join(sorted(codes, key=lambda code: (int("".join(filter(str.isdigit, code))), code)))
     print(f"mxfp4_ops: building CPU and CUDA kernels ({reason}) with {home}/bin/nvcc for {archs}")
     # A torch without CUDA leaves CUDA_HOME unset; the stable ABI needs nothing else of a CUDA torch to compile.
     cpp_extension.CUDA_HOME = home
@@ -136,9 +138,20 @@ def extensions() -> list:
     return [cpu, cuda]
 
 
+class BuildExtension(cpp_extension.BuildExtension):
+    """Torch's, which also takes away CUDA kernels that an earlier build left in the source folder."""
+
+    def run(self) -> None:
+        super().run()
+        stale = os.path.join(ROOT, "mxfp4_ops", "_C_cuda.abi3.so")
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        if in_place and os.path.exists(stale) and not any(e.name.endswith("_C_cuda") for e in self.extensions):
+            os.remove(stale)
+
+
 setup(
     ext_modules=extensions(),
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    cmdclass={"build_ext": BuildExtension},
     package_dir={"mxfp4_ops": "mxfp4_ops", "mxfp4_ops.meta": "meta"},
     packages=["mxfp4_ops", "mxfp4_ops.compat", "mxfp4_ops.meta"],
     package_data={"mxfp4_ops": ["py.typed"]},

@@ -485,10 +485,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
         args.device = torch.device(args.device)
     except RuntimeError:
         parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed must be from 0 to 2^63 - 1, got {args.seed}")
     if args.device.type not in ("cpu", "cuda"):
         parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device}")
     if args.device.type == "cuda" and not has_gpu:
         parser.error(f"--device cuda: {_library.cuda.reason or 'no CUDA device'}")
+    if args.device.type == "cpu" and args.device.index:
+        parser.error(f"--device must be cpu, cuda or cuda:INDEX, got {args.device}")
     if (args.device.index or 0) >= max(1, torch.cuda.device_count()):
         parser.error(f"--device {args.device}: there are {torch.cuda.device_count()} CUDA devices")
     available = GPU_MODES if args.device.type == "cuda" else CPU_MODES

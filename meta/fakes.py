@@ -15,6 +15,7 @@ _METADATA_RESULTS = (
     ("output_permutation", "[m * topk]"),
     ("sorted_expert_ids", "[m * topk]"),
 )
+_OPTIONAL_RESULTS = ("blockscale_offsets", "sorted_expert_ids")
 
 
 def check_metadata(
@@ -23,9 +24,10 @@ def check_metadata(
     check = Checks("get_cutlass_moe_mm_data")
     check.dtype("topk_ids", topk_ids, torch.int32, torch.int64)
     check.dims("topk_ids", topk_ids, 2, "[m, topk]")
-    check.fits_int32("topk_ids", topk_ids.shape[0] * topk_ids.shape[1])
     check.at_least("num_experts", num_experts, 1)
     check.at_most("num_experts", num_experts, INT32_MAX - 1)
+    R = topk_ids.shape[0] * topk_ids.shape[1]
+    check.row_count("topk_ids", R, shapes.scale_rows(R, num_experts))
     check.at_least("n", n, 1)
     check.at_most("n", n, INT32_MAX // 2 if is_gated else INT32_MAX)
     check.at_least("k", k, 1)
@@ -50,8 +52,8 @@ def _(topk_ids, num_experts, n, k, *, is_gated=True, expert_map=None, **buffers)
     result = shapes.metadata_shapes(topk_ids.shape[0], topk_ids.shape[1], num_experts)
     for (name, layout), shape in zip(_METADATA_RESULTS, result, strict=True):
         buffer = buffers.get(name)
-        if buffer is not None:
-            _check_buffer(check, name, buffer, torch.int32, shape, layout, "topk_ids", topk_ids)
+        if buffer is not None or name not in _OPTIONAL_RESULTS:
+            check.buffer(name, buffer, torch.int32, shape, layout, "topk_ids", topk_ids)
 
 
 def check_shuffle_rows(input: Tensor, dst2src_map: Tensor) -> Checks:
@@ -73,7 +75,7 @@ def _(input, dst2src_map):
 def _(input, dst2src_map, *, output):
     check = check_shuffle_rows(input, dst2src_map)
     shape = shapes.shuffle_rows_shape(input.shape[1], dst2src_map.shape[0])
-    _check_buffer(check, "output", output, input.dtype, shape, "[output rows, width]", "input", input)
+    check.buffer("output", output, input.dtype, shape, "[output rows, width]", "input", input)
 
 
 def check_experts_quant(
@@ -88,15 +90,13 @@ def check_experts_quant(
     check.dtype("input", input, torch.bfloat16, torch.float16)
     check.dims("input", input, 2, "[R, 2K]" if silu else "[R, K]")
     check.columns("input", input.shape[1], 2 * shapes.BLOCK if silu else shapes.BLOCK, "(2K)" if silu else "(K)")
-    check.fits_int32("input", input.shape[0])
     check.at_least("n_experts", n_experts, 1)
     check.at_most("n_experts", n_experts, INT32_MAX - 1)
+    check.row_count("input", input.shape[0], shapes.scale_rows(input.shape[0], n_experts))
     for name, offsets in (("expert_offsets", expert_offsets), ("blockscale_offsets", blockscale_offsets)):
-        _check_buffer(check, name, offsets, torch.int32, (n_experts + 1,), "[n_experts + 1]", "input", input)
+        check.exact(name, offsets, torch.int32, (n_experts + 1,), "[n_experts + 1]", "input", input)
     if sorted_expert_ids is not None:
-        _check_buffer(
-            check, "sorted_expert_ids", sorted_expert_ids, torch.int32, (input.shape[0],), "[R]", "input", input
-        )
+        check.exact("sorted_expert_ids", sorted_expert_ids, torch.int32, (input.shape[0],), "[R]", "input", input)
     return check
 
 
@@ -116,8 +116,8 @@ def _register_experts_quant(name: str, silu: bool) -> None:
     def _(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids=None, *, output, output_scale):
         check = check_experts_quant(silu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
         codes, scales = _quant_shapes(silu, input, n_experts)
-        _check_buffer(check, "output", output, torch.uint8, codes, "[R, K / 2]", "input", input)
-        _check_buffer(check, "output_scale", output_scale, torch.uint8, scales, "[S, 4T]", "input", input)
+        check.buffer("output", output, torch.uint8, codes, "[R, K / 2]", "input", input)
+        check.buffer("output_scale", output_scale, torch.uint8, scales, "[S, 4T]", "input", input)
 
 
 _register_experts_quant("mxfp4_experts_quant", silu=False)
@@ -131,7 +131,7 @@ def check_dequantize(
     check.dtype("packed", packed, torch.uint8)
     check.dims("packed", packed, 2, "[R, K / 2]")
     check.columns("packed", packed.shape[1], shapes.BLOCK // 2, "(K / 2)")
-    check.fits_int32("packed", packed.shape[0])
+    check.row_count("packed", packed.shape[0], 0)
     check.dtype("scale", scale, torch.uint8)
     check.dims("scale", scale, 2, "[S, 4T]")
     tiles = shapes.scale_tiles(2 * packed.shape[1])
@@ -142,8 +142,8 @@ def check_dequantize(
     check.dims("expert_offsets", expert_offsets, 1, "[E + 1]")
     check.at_least("the size of expert_offsets", expert_offsets.shape[0], 2)
     check.device("expert_offsets", expert_offsets, "packed", packed)
-    _check_buffer(
-        check, "blockscale_offsets", blockscale_offsets, torch.int32, expert_offsets.shape, "[E + 1]", "packed", packed
+    check.exact(
+        "blockscale_offsets", blockscale_offsets, torch.int32, expert_offsets.shape, "[E + 1]", "packed", packed
     )
     check.one_of("dtype", dtype, torch.float32, torch.bfloat16, torch.float16)
     return check
@@ -159,10 +159,4 @@ def _(packed, scale, expert_offsets, blockscale_offsets, *, dtype):
 def _(packed, scale, expert_offsets, blockscale_offsets, *, dtype, output):
     check = check_dequantize(packed, scale, expert_offsets, blockscale_offsets, dtype)
     shape = shapes.dequantize_shape(packed.shape[0], packed.shape[1])
-    _check_buffer(check, "output", output, dtype, shape, "[R, K]", "packed", packed)
-
-
-def _check_buffer(check: Checks, name: str, t: Tensor, dtype, shape, layout: str, like_name: str, like: Tensor) -> None:
-    check.dtype(name, t, dtype)
-    check.shape(name, t, shape, layout)
-    check.device(name, t, like_name, like)
+    check.buffer("output", output, dtype, shape, "[R, K]", "packed", packed)

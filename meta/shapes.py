@@ -4,22 +4,24 @@
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 Size = int | torch.SymInt
+S = TypeVar("S", int, torch.SymInt)
 
 BLOCK = 32  # columns that share a scale
 TILE_ROWS = 128  # rows of a scale tile
 TILE_BLOCKS = 4  # scale columns of a tile
 
 
-def scale_tiles(K: Size) -> Size:
+def scale_tiles(K: S) -> S:
     """T: scale tiles along K columns, each 128 columns wide."""
     return (K + BLOCK * TILE_BLOCKS - 1) // (BLOCK * TILE_BLOCKS)
 
 
-def scale_rows(R: Size, E: Size) -> Size:
+def scale_rows(R: S, E: int) -> S:
     """S: rows of the scale tensor that suffice for any routing of R rows over E experts, each padded to 128 rows."""
     # sym_min adds no guard on which of the two is smaller; of plain ints Dynamo of torch 2.11 cannot trace it.
     smaller = min(R, E) if isinstance(R, int) and isinstance(E, int) else torch.sym_min(R, E)

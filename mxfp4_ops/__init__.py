@@ -4,7 +4,7 @@ The functions here are the ops of ``torch.ops.mxfp4_ops`` with named results; ``
 scale layout; ``compat.vllm`` has vLLM's own signatures; ``meta`` the shape functions and fakes.
 """
 
-from . import _library, _autograd, meta, layout  # noqa: F401, I001  (_library defines the ops that the others add to)
+from . import _library, _autograd, compat, meta, layout  # noqa: F401, I001  (_library defines the ops)
 from .ops import (
     MoEMetadata,
     QuantizedRows,
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MoEMetadata",
     "QuantizedRows",
+    "compat",
     "get_cutlass_moe_mm_data",
     "layout",
     "meta",

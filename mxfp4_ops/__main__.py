@@ -11,17 +11,19 @@ from mxfp4_ops import _library
 
 
 def _covers(archs: tuple[str, ...], capability: tuple[int, int]) -> str | None:
-    """The compiled architecture whose code a GPU of this compute capability runs, or None."""
-    best = None
+    """Which of the compiled codes ("sm_90a", "compute_80") a GPU of this compute capability runs, or None."""
+    ptx = None
     for arch in archs:
-        name, _, ptx = arch.partition("+")
-        specific = name.endswith("a")
-        major, minor = (int(part) for part in name.rstrip("af").split("."))
-        if (major, minor) == capability or (major == capability[0] and minor <= capability[1] and not specific):
-            return f"sm_{name.replace('.', '')}"
-        if ptx and not specific and (major, minor) <= capability:
-            best = f"PTX of compute_{name.replace('.', '')}, compiled when it loads"
-    return best
+        kind, _, number = arch.partition("_")
+        version = int(number.rstrip("af"))
+        major, minor = version // 10, version % 10
+        specific = number[-1:] in ("a", "f")
+        if kind == "sm":
+            if (major, minor) == capability or (not specific and major == capability[0] and minor <= capability[1]):
+                return arch
+        elif not specific and (major, minor) <= capability:
+            ptx = f"PTX of {arch}, compiled when it loads"
+    return ptx
 
 
 def _gpu_lines() -> list[str]:
@@ -58,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, compiled architectures and the kernels that will be used here")
     parser.parse_args(argv)
-    print(info())
+    try:
+        print(info())
+    except BrokenPipeError:  # the reader had enough
+        sys.stderr.close()
     return 0
 
 

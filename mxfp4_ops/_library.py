@@ -1,6 +1,7 @@
 """Loads the compiled libraries and says what they can do here."""
 
 import ctypes
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,13 @@ def _text(library: Path, function: str) -> str:
 
 def _load_cpu() -> Path:
     library = _FOLDER / "_C.abi3.so"
-    if not library.exists():
+    missing = library.name if not library.exists() else None
+    if importlib.util.find_spec("mxfp4_ops.meta") is None:
+        missing = "mxfp4_ops.meta"
+    if missing:
         raise ImportError(
-            f"mxfp4_ops: the compiled library {library.name} is missing from {_FOLDER}; install the package "
-            "(pip install --no-build-isolation .) or leave the source folder, where Python finds the sources first"
+            f"mxfp4_ops: {missing} is missing from {_FOLDER}; install the package (pip install --no-build-isolation .) "
+            "or leave the source folder, where Python finds the sources first"
         )
     torch.ops.load_library(library)
     return library
@@ -45,7 +49,7 @@ def _load_cuda() -> CudaSupport:
         torch.ops.load_library(library)
     except OSError as error:
         return CudaSupport(False, (), f"{library.name} did not load: {error}")
-    return CudaSupport(True, tuple(_text(library, "mxfp4_ops_cuda_archs").split(";")), "")
+    return CudaSupport(True, tuple(_text(library, "mxfp4_ops_cuda_archs").split()), "")
 
 
 _cpu_library = _load_cpu()

@@ -42,13 +42,21 @@ class QuantizedRows(NamedTuple):
     """uint8 [S, 4T]: E8M0 scales of 32 columns each, in tiles of 128 rows by 4 scales (SWIZZLE_32_4_4)."""
 
 
-def _refuse_grad(op: str, input: Tensor) -> None:
-    # The results are uint8 and cannot carry a gradient, so backward would pass by here without a word.
-    if input.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{op} has no backward: its results are uint8. Call it under torch.no_grad() or torch.inference_mode(), or "
-            "on input.detach() where no gradient is wanted"
-        )
+# torch.export.save and torch.load(weights_only=True) take the results by these names.
+for _result in (MoEMetadata, QuantizedRows):
+    torch.utils._pytree._register_namedtuple(_result, serialized_type_name=f"mxfp4_ops.{_result.__name__}")
+    torch.serialization.add_safe_globals([_result])
+
+
+def _refuse_grad(op: str, **tensors: Tensor) -> None:
+    # The kernels say the same in eager. Under torch.compile they run where autograd is off already, so it is said here.
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise RuntimeError(
+                    f"{op}: {name} must not require grad, for there is no backward: call it under torch.no_grad() or "
+                    "torch.inference_mode(), or on a detached tensor where no gradient is wanted"
+                )
 
 
 def get_cutlass_moe_mm_data(
@@ -95,6 +103,10 @@ def get_cutlass_moe_mm_data(
         return MoEMetadata(
             *_ops.get_cutlass_moe_mm_data.default(topk_ids, num_experts, n, k, is_gated=is_gated, expert_map=expert_map)
         )
+    if len(out) != len(MoEMetadata._fields):
+        raise RuntimeError(
+            f"get_cutlass_moe_mm_data: out must have 7 buffers ({', '.join(MoEMetadata._fields)}), got {len(out)}"
+        )
     result = MoEMetadata(*out)
     _ops.get_cutlass_moe_mm_data.out(
         topk_ids,
@@ -117,7 +129,8 @@ def get_cutlass_moe_mm_data(
 def shuffle_rows(input: Tensor, dst2src_map: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Gather rows: ``output[i] = input[dst2src_map[i]]``, a zero row where the map points outside the input.
 
-    Differentiable in ``input`` (without ``out``): a row's gradient is the sum over the rows that it went to.
+    Differentiable in ``input`` (without ``out``): a row's gradient is the sum over the rows that it went to, added up
+    as the backward of ``input[dst2src_map]`` does.
 
     Args:
         input: [rows, width], any dtype, any width, any strides.
@@ -137,8 +150,7 @@ def shuffle_rows(input: Tensor, dst2src_map: Tensor, *, out: Tensor | None = Non
     """
     if out is None:
         return _ops.shuffle_rows.default(input, dst2src_map)
-    if input.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("shuffle_rows with out= has no backward; leave out= away or call it under torch.no_grad()")
+    _refuse_grad("shuffle_rows", input=input, output=out)
     _ops.shuffle_rows.out(input, dst2src_map, output=out)
     return out
 
@@ -181,7 +193,7 @@ def mxfp4_experts_quant(
         >>> rows.output[0, :2].tolist(), rows.output_scale[0, 0].item(), tuple(rows.output_scale.shape)
         ([167, 167], 127, (128, 4))
     """
-    _refuse_grad("mxfp4_experts_quant", input)
+    _refuse_grad("mxfp4_experts_quant", input=input)
     if out is None:
         return QuantizedRows(
             *_ops.mxfp4_experts_quant.default(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
@@ -224,7 +236,7 @@ def silu_and_mul_mxfp4_experts_quant(
         >>> tuple(rows.output.shape), tuple(rows.output_scale.shape)
         ((3, 16), (256, 4))
     """
-    _refuse_grad("silu_and_mul_mxfp4_experts_quant", input)
+    _refuse_grad("silu_and_mul_mxfp4_experts_quant", input=input)
     if out is None:
         return QuantizedRows(
             *_ops.silu_and_mul_mxfp4_experts_quant.default(
@@ -273,5 +285,6 @@ def mxfp4_dequantize(
     """
     if out is None:
         return _ops.mxfp4_dequantize.default(packed, scale, expert_offsets, blockscale_offsets, dtype=dtype)
+    _refuse_grad("mxfp4_dequantize", output=out)
     _ops.mxfp4_dequantize.out(packed, scale, expert_offsets, blockscale_offsets, dtype=dtype, output=out)
     return out

@@ -1,5 +1,6 @@
 """Gradients: shuffle_rows has them to any order; the ops that quantise say that they have none."""
 
+import functools
 import textwrap
 from collections.abc import Callable
 
@@ -146,10 +147,10 @@ def refusal(call: Callable, *args: object, **kwargs: object) -> str:
 def test_quant_refuses_an_input_that_requires_grad() -> None:
     messages = (textwrap.fill(refusal(quant, *quant_arguments()), 100) for quant in QUANT)
     assert_expected_inline("\n".join(messages), """\
-mxfp4_experts_quant has no backward: its results are uint8. Call it under torch.no_grad() or
-torch.inference_mode(), or on input.detach() where no gradient is wanted
-silu_and_mul_mxfp4_experts_quant has no backward: its results are uint8. Call it under
-torch.no_grad() or torch.inference_mode(), or on input.detach() where no gradient is wanted""")
+mxfp4_experts_quant: input must not require grad, for there is no backward: call it under
+torch.no_grad() or torch.inference_mode(), or on a detached tensor where no gradient is wanted
+silu_and_mul_mxfp4_experts_quant: input must not require grad, for there is no backward: call it
+under torch.no_grad() or torch.inference_mode(), or on a detached tensor where no gradient is wanted""")
 
 
 @each_quant
@@ -167,12 +168,21 @@ def test_compiled_quant_refuses_it_too(quant: Callable) -> None:
 
 
 @each_quant
-def test_default_overload_carries_no_gradient(quant: Callable) -> None:
-    """Without the Python function around it an op has bytes as results, through which no backward can be asked for."""
-    for result in getattr(torch.ops.mxfp4_ops, quant.__name__).default(*quant_arguments()):
-        assert not result.requires_grad and result.dtype == torch.uint8
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            result.sum().backward()
+def test_default_overload_refuses_it_too(quant: Callable) -> None:
+    op = getattr(torch.ops.mxfp4_ops, quant.__name__)
+    output, output_scale = quant_out(quant)
+    into_buffers = functools.partial(op.out, output=output, output_scale=output_scale)
+    # In the same words as the function, leaf or not.
+    assert refusal(op.default, *quant_arguments()) == refusal(quant, *quant_arguments())
+    assert refusal(into_buffers, *quant_arguments()) == refusal(quant, *quant_arguments())
+    input, *where = quant_arguments()
+    assert refusal(op.default, input * 1, *where) == refusal(quant, *quant_arguments())
+
+
+def test_raw_shuffle_into_a_buffer_refuses_it_too() -> None:
+    input, dst2src_map, out = torch.ones(3, 2, requires_grad=True), torch.tensor([1, 0]), torch.zeros(2, 2)
+    raw = functools.partial(torch.ops.mxfp4_ops.shuffle_rows.out, output=out)
+    assert refusal(raw, input, dst2src_map) == refusal(mxfp4_ops.shuffle_rows, input, dst2src_map, out=out)
 
 
 @each_quant
@@ -191,8 +201,9 @@ def test_shuffle_rows_into_a_buffer_refuses_it() -> None:
     input, dst2src_map, out = torch.ones(3, 2, requires_grad=True), torch.tensor([1, 0]), torch.zeros(2, 2)
     message = textwrap.fill(refusal(mxfp4_ops.shuffle_rows, input, dst2src_map, out=out), 80)
     assert_expected_inline(message, """\
-shuffle_rows with out= has no backward; leave out= away or call it under
-torch.no_grad()""")
+shuffle_rows: input must not require grad, for there is no backward: call it
+under torch.no_grad() or torch.inference_mode(), or on a detached tensor where
+no gradient is wanted""")
     assert not out.any()
     with torch.no_grad():
         mxfp4_ops.shuffle_rows(input, dst2src_map, out=out)
@@ -226,17 +237,20 @@ def test_buffer_that_requires_grad_is_refused(write: Callable, leaf: bool) -> No
 
 
 @each_write
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_write_over_a_saved_tensor_is_noticed(write: Callable, backend: str | None) -> None:
-    torch._dynamo.reset()
-
-    def use(weight: Tensor, buffer: Tensor) -> Tensor:
-        product = (weight * buffer).sum()  # saves the buffer for the gradient of the weight
-        write(buffer)
-        return product
-
-    if backend:
-        use = torch.compile(use, backend=backend)
+def test_write_over_a_saved_tensor_is_noticed(write: Callable) -> None:
     weight, buffer = torch.ones(2, 32, requires_grad=True), torch.full((2, 32), 5.0)
+    product = (weight * buffer).sum()  # saves the buffer for the gradient of the weight
+    write(buffer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        use(weight, buffer).backward()
+        product.backward()
+
+
+def test_overwritten_routing_is_noticed() -> None:
+    """Two layers that share the static buffers of one routing: the first layer's gradient must not use the second's."""
+    buffers = [torch.zeros(s, dtype=torch.int32) for s in ((5,), (5,), (4, 3), (4, 3), (4,), (4,), (4,))]
+    x = torch.randn(2, 8, requires_grad=True)
+    data = mxfp4_ops.get_cutlass_moe_mm_data(torch.tensor([[0, 1], [2, 3]]), 4, 32, 32, out=buffers)
+    loss = mxfp4_ops.shuffle_rows(x, data.input_permutation).sum()
+    mxfp4_ops.get_cutlass_moe_mm_data(torch.tensor([[3, 2], [1, 0]]), 4, 32, 32, out=buffers)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

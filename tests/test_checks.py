@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch._subclasses import FakeTensorMode
 
-import mxfp4_ops  # noqa: F401
+import mxfp4_ops
 
 ops = torch.ops.mxfp4_ops
 INT32_MAX = 2**31 - 1
@@ -169,3 +169,54 @@ silu_and_mul_mxfp4_experts_quant: input must have a positive multiple of 64 colu
 mxfp4_dequantize: scale must have a multiple of 128 rows (S), got 100
 mxfp4_dequantize: dtype must be torch.float32 or torch.bfloat16 or torch.float16, got torch.float64""",
     )
+
+
+@pytest.mark.parametrize("op, overload, name", CASES)
+def test_none_for_a_tensor(op, overload, name):
+    arguments = good(op) | (buffers(op) if overload == "out" else {})
+    optional = ("expert_map", "sorted_expert_ids") + (("blockscale_offsets",) if op == "get_cutlass_moe_mm_data" else ())
+    if not isinstance(arguments[name], torch.Tensor) or name in optional:
+        pytest.skip("None is a value that it may have, or it is no tensor")
+    call = getattr(getattr(ops, op), overload)
+    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    for given in (arguments, meta):
+        assert outcome(call, given | {name: None}) != "accepted"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_expanded_buffer_is_refused_before_anything_is_written(op):
+    for name, buffer in buffers(op).items():
+        given = buffers(op)
+        given[name] = buffer[:1].expand(buffer.shape)
+        before = {k: v.clone() for k, v in given.items()}
+        message = f"{op}: {name} must not be expanded, got stride 0 in dimension 0"
+        assert outcome(getattr(ops, op).out, good(op) | given) == message
+        assert all(torch.equal(given[k], before[k]) for k in given)
+        meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in (good(op) | given).items()}
+        meta[name] = meta[name][:1].expand(buffer.shape)
+        assert outcome(getattr(ops, op).out, meta) == message
+
+
+def test_what_int32_cannot_count():
+    ids = torch.empty(1, 2**31, dtype=torch.int32, device="meta")
+    message = "get_cutlass_moe_mm_data: topk_ids must have fewer than 2^31 routed rows, got 2147483648"
+    assert outcome(ops.get_cutlass_moe_mm_data, dict(topk_ids=ids, num_experts=4, n=1, k=1)) == message
+    one = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**31 - 1)
+    for device in ("cpu", "meta"):
+        message = "get_cutlass_moe_mm_data: topk_ids must need fewer than 2^31 scale rows, got 2148003712"
+        arguments = dict(topk_ids=one.to(device) if device == "cpu" else ids[:, 1:], num_experts=4096, n=1, k=1)
+        assert outcome(ops.get_cutlass_moe_mm_data, arguments) == message
+
+
+def test_two_results_in_one_strided_buffer():
+    wide = torch.zeros(8, dtype=torch.int32)
+    given = good("get_cutlass_moe_mm_data") | buffers("get_cutlass_moe_mm_data")
+    given |= dict(input_permutation=wide[::2], output_permutation=wide[::2])
+    message = "output_permutation must not share memory with input_permutation, got buffers that overlap"
+    assert message in outcome(ops.get_cutlass_moe_mm_data.out, given)
+
+
+def test_wrong_number_of_buffers():
+    given = good("get_cutlass_moe_mm_data")
+    with pytest.raises(RuntimeError, match="out must have 7 buffers .*, got 3"):
+        mxfp4_ops.get_cutlass_moe_mm_data(**given, out=(None, None, None))

@@ -7,7 +7,7 @@ import torch
 from mxfp4_ops import __main__ as cli
 from mxfp4_ops import _library
 
-ALL = ("8.0+PTX", "9.0a", "10.0a", "12.0a")
+ALL = ("compute_80", "sm_80", "sm_90a", "sm_100a", "sm_120a")
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,9 @@ ALL = ("8.0+PTX", "9.0a", "10.0a", "12.0a")
         (ALL, (10, 3), "PTX of compute_80, compiled when it loads"),
         (ALL, (12, 0), "sm_120a"),
         (ALL, (7, 5), None),
-        (("8.6",), (9, 0), None),
-        (("8.6",), (8, 0), None),
-        (("9.0a+PTX",), (10, 0), None),
+        (("sm_86",), (9, 0), None),
+        (("sm_86",), (8, 0), None),
+        (("sm_90a", "compute_90a"), (10, 0), None),
     ],
 )
 def test_which_code_a_gpu_runs(archs, capability, expected):

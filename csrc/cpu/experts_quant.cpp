@@ -1,5 +1,5 @@
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "backend.h"
 #include "expert_rows.h"
@@ -8,9 +8,9 @@
 namespace mxfp4::cpu {
 namespace {
 
-// Scales of one row, K / 32 bytes, to their places in the tiles of scale row r.
-void store_scales(const uint8_t* flat, int64_t blocks, int64_t T, int64_t r, uint8_t* expert_scale) {
-  uint8_t* tile = expert_scale + scale_byte(static_cast<uint32_t>(r), 0, T);
+// Flat scales of `blocks` blocks of scale row r, from block `first` (a multiple of 4) on, to their places in the tiles.
+void store_scales(const uint8_t* flat, int64_t first, int64_t blocks, int64_t T, int64_t r, uint8_t* expert_scale) {
+  uint8_t* tile = expert_scale + scale_byte(static_cast<uint32_t>(r), static_cast<uint32_t>(first), T);
   for (int64_t c = 0; c < blocks; c += kTileBlocks, tile += kTileBytes)
     std::memcpy(tile, flat + c, static_cast<size_t>(std::min(kTileBlocks, blocks - c)));
 }
@@ -33,7 +33,7 @@ void Backend::experts_quant(const QuantArgs& a) {
   experts.validate(check, a.rows, a.scale_rows);
   if (a.sorted_expert_ids) check_sorted_ids(check, a, experts);
 
-  const int64_t T = scale_tiles(a.K), blocks = a.K / kBlock, scale_row_bytes = kTileBlocks * T;
+  const int64_t T = scale_tiles(a.K), scale_row_bytes = kTileBlocks * T;
   if (a.zero_padding)
     for_rows(a.scale_rows, scale_row_bytes, [&](int64_t begin, int64_t end) {
       std::memset(a.output_scale + begin * scale_row_bytes, 0, (end - begin) * scale_row_bytes);
@@ -42,31 +42,26 @@ void Backend::experts_quant(const QuantArgs& a) {
   const RowKernels& kernels = row_kernels();
   const auto quantize = a.is_bfloat16 ? kernels.quantize_bfloat16 : kernels.quantize_float16;
   const auto silu_and_mul = a.is_bfloat16 ? kernels.silu_and_mul_bfloat16 : kernels.silu_and_mul_float16;
-  constexpr int64_t kChunk = 1024;  // columns of silu(gate) * up held at a time, 2 KB: stays in L1
 
   for_rows(a.rows, a.silu ? 4 * a.K : a.K, [&](int64_t begin, int64_t end) {
     const ExactFloat exact;
-    std::vector<uint8_t> flat(static_cast<size_t>(blocks));
     uint16_t activated[kChunk];
+    uint8_t flat[kChunk / kBlock];
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* codes = a.output + row * (a.K / 2);
-      int64_t e = a.sorted_expert_ids ? a.sorted_expert_ids[row] : experts.search(row);
+      const int64_t e = a.sorted_expert_ids ? a.sorted_expert_ids[row] : experts.search(row);
       if (e < 0 || e >= a.num_experts) {
         std::memset(codes, 0, static_cast<size_t>(a.K / 2));
         continue;
       }
       const uint16_t* x = a.input + row * a.row_stride;
-      if (a.silu) {
-        for (int64_t c = 0; c < a.K; c += kChunk) {
-          const int64_t n = std::min(kChunk, a.K - c);
-          silu_and_mul(x + c, x + a.K + c, n, activated);
-          quantize(activated, n, codes + c / 2, flat.data() + c / kBlock);
-        }
-      } else {
-        quantize(x, a.K, codes, flat.data());
-      }
       uint8_t* expert_scale = a.output_scale + scale_row_bytes * a.blockscale_offsets[e];
-      store_scales(flat.data(), blocks, T, row - experts.begin(e), expert_scale);
+      for (int64_t c = 0; c < a.K; c += kChunk) {
+        const int64_t n = std::min(kChunk, a.K - c);
+        if (a.silu) silu_and_mul(x + c, x + a.K + c, n, activated);
+        quantize(a.silu ? activated : x + c, n, codes + c / 2, flat);
+        store_scales(flat, c / kBlock, n / kBlock, T, row - experts.begin(e), expert_scale);
+      }
     }
   });
 }

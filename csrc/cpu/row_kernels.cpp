@@ -57,8 +57,6 @@ Boundaries make_boundaries_exactly() {
 const Boundaries kBFloat16Boundaries = make_boundaries_exactly<BFloat16>();
 const Boundaries kFloat16Boundaries = make_boundaries_exactly<Float16>();
 
-constexpr int64_t kChunk = 1024;  // columns whose codes are held unpacked, 2 KB: stays in L1
-
 // The same loops once for each instruction set. Included as text: a vector type is broken up for the target of the
 // function that it is written in, before anything is inlined.
 #define MXFP4_VECTOR_BYTES 16
@@ -66,7 +64,9 @@ namespace baseline {
 #include "row_kernels_body.h"
 }
 #undef MXFP4_VECTOR_BYTES
-#if defined(__x86_64__)
+// clang has no such pragma and compiles the baseline alone.
+#if defined(__x86_64__) && !defined(__clang__)
+#define MXFP4_X86_SETS
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,bmi,bmi2")
 #define MXFP4_VECTOR_BYTES 32
@@ -85,25 +85,29 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-const RowKernels baseline_kernels = baseline::kernels("default");
-#if defined(__x86_64__)
-const RowKernels avx2_kernels = avx2::kernels("avx2");
-const RowKernels avx512_kernels = avx512::kernels("avx512");
+// Constants: no code of an instruction set runs before the CPU has been asked for it.
+#define MXFP4_TABLE(set, name) \
+  {name, set::quantize_bfloat16, set::quantize_float16, set::silu_and_mul_bfloat16, set::silu_and_mul_float16}
+constexpr RowKernels kBaseline = MXFP4_TABLE(baseline, "default");
+#if defined(MXFP4_X86_SETS)
+constexpr RowKernels kAvx2 = MXFP4_TABLE(avx2, "avx2");
+constexpr RowKernels kAvx512 = MXFP4_TABLE(avx512, "avx512");
 #endif
 
 const RowKernels& choose() {
-#if defined(__x86_64__)
-  const char* asked = std::getenv("MXFP4_OPS_CPU_CAPABILITY");
-  auto allowed = [&](const char* name) { return asked == nullptr || std::strcmp(asked, name) == 0; };
+#if defined(MXFP4_X86_SETS)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && allowed("avx512")) return avx512_kernels;
-  if (has_avx2 && (allowed("avx2") || allowed("avx512"))) return avx2_kernels;
+  const char* set = std::getenv("MXFP4_OPS_CPU_CAPABILITY");
+  auto asked = [&](const char* name) { return set != nullptr && std::strcmp(set, name) == 0; };
+  if (asked("default")) return kBaseline;
+  if (has_avx512 && !asked("avx2")) return kAvx512;
+  if (has_avx2) return kAvx2;
 #endif
-  return baseline_kernels;
+  return kBaseline;
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ inline int16_t max_lane(const Int16& v) {
 }
 
 template <typename T>
-void quantize_chunk(const Boundaries& boundaries, const uint16_t* x, int64_t n, uint8_t* packed, uint8_t* scales) {
+void quantize(const Boundaries& boundaries, const uint16_t* x, int64_t n, uint8_t* packed, uint8_t* scales) {
   uint32_t pairs[kChunk / 2];
   for (int64_t b = 0; b < n / kBlock; ++b) {
     Int16 bits[kVectors], magnitude[kVectors];
@@ -45,26 +45,19 @@ void quantize_chunk(const Boundaries& boundaries, const uint16_t* x, int64_t n, 
 }
 
 template <typename T>
-void quantize(const Boundaries& boundaries, const uint16_t* x, int64_t K, uint8_t* codes, uint8_t* scales) {
-  for (int64_t c = 0; c < K; c += kChunk)
-    quantize_chunk<T>(boundaries, x + c, K - c < kChunk ? K - c : kChunk, codes + c / 2, scales + c / kBlock);
-}
-
-template <typename T>
 void silu_and_mul_row(const uint16_t* gate, const uint16_t* up, int64_t n, uint16_t* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = T::from_float(silu_and_mul(T::to_float(gate[i]), T::to_float(up[i])));
 }
 
-inline RowKernels kernels(const char* name) {
-  RowKernels k;
-  k.name = name;
-  k.quantize_bfloat16 = [](const uint16_t* x, int64_t K, uint8_t* codes, uint8_t* scales) {
-    quantize<BFloat16>(kBFloat16Boundaries, x, K, codes, scales);
-  };
-  k.quantize_float16 = [](const uint16_t* x, int64_t K, uint8_t* codes, uint8_t* scales) {
-    quantize<Float16>(kFloat16Boundaries, x, K, codes, scales);
-  };
-  k.silu_and_mul_bfloat16 = silu_and_mul_row<BFloat16>;
-  k.silu_and_mul_float16 = silu_and_mul_row<Float16>;
-  return k;
+void quantize_bfloat16(const uint16_t* x, int64_t K, uint8_t* codes, uint8_t* scales) {
+  quantize<BFloat16>(kBFloat16Boundaries, x, K, codes, scales);
+}
+void quantize_float16(const uint16_t* x, int64_t K, uint8_t* codes, uint8_t* scales) {
+  quantize<Float16>(kFloat16Boundaries, x, K, codes, scales);
+}
+void silu_and_mul_bfloat16(const uint16_t* gate, const uint16_t* up, int64_t n, uint16_t* y) {
+  silu_and_mul_row<BFloat16>(gate, up, n, y);
+}
+void silu_and_mul_float16(const uint16_t* gate, const uint16_t* up, int64_t n, uint16_t* y) {
+  silu_and_mul_row<Float16>(gate, up, n, y);
 }

@@ -26,8 +26,10 @@ void launch(const MetadataArgs& a) {
   if (bytes(slot_warps) <= limit) {
     const auto kernel = metadata_kernel<Id, true>;
     const auto shared = static_cast<int>(bytes(slot_warps));
+    // The attribute belongs to the process: always the same value, so that no thread takes away what another needs.
     if (shared > kDefaultShared)
-      check_cuda(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+      check_cuda(kOp,
+                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)));
     kernel<<<1, threads(slot_warps), shared, device.stream()>>>(a, static_cast<int>(slot_warps), nullptr);
   } else {  // tens of thousands of experts
     const Tensor scratch = device.scratch(wanted_warps * E);

@@ -72,7 +72,12 @@ class Checks {
     throw std::runtime_error(s.str());
   }
 
+  void given(const char* arg, const Tensor& t) const {
+    if (!t.defined()) fail(arg, "be a tensor", "None");
+  }
+
   void dtype(const char* arg, const Tensor& t, std::initializer_list<int32_t> allowed) const {
+    given(arg, t);
     one_of(arg, mxfp4::dtype_code(t), allowed, "have dtype ");
   }
 
@@ -85,6 +90,7 @@ class Checks {
   }
 
   void dims(const char* arg, const Tensor& t, int64_t dim, const char* layout) const {
+    given(arg, t);
     if (t.dim() != dim) fail(arg, "be " + std::to_string(dim) + "-dimensional " + layout, shape_name(t));
   }
 
@@ -97,6 +103,19 @@ class Checks {
     for (size_t i = 0; i < sizes.size(); ++i) must << (i ? ", " : "") << sizes.begin()[i];
     must << "]";
     fail(arg, must.str(), shape_name(t));
+  }
+
+  // A tensor of one exact kind, and one that a kernel writes.
+  void exact(const char* arg, const Tensor& t, int32_t code, std::initializer_list<int64_t> sizes, const char* layout,
+             const char* like_arg, const Tensor& like) const {
+    dtype(arg, t, {code});
+    shape(arg, t, sizes, layout);
+    device(arg, t, like_arg, like);
+  }
+  void buffer(const char* arg, const Tensor& t, int32_t code, std::initializer_list<int64_t> sizes, const char* layout,
+              const char* like_arg, const Tensor& like) const {
+    exact(arg, t, code, sizes, layout, like_arg, like);
+    writable(arg, t);
   }
 
   void device(const char* arg, const Tensor& t, const char* like_arg, const Tensor& like) const {
@@ -118,8 +137,24 @@ class Checks {
       fail(arg, "have a positive multiple of " + std::to_string(unit) + " columns " + layout, width);
   }
 
-  void fits_int32(const char* arg, int64_t rows) const {
+  // Rows, and the scale rows that they may need, are counted in int32.
+  void row_count(const char* arg, int64_t rows, int64_t scale_rows) const {
     if (rows > INT32_MAX) fail(arg, "have fewer than 2^31 routed rows", rows);
+    if (scale_rows > INT32_MAX) fail(arg, "need fewer than 2^31 scale rows", scale_rows);
+  }
+
+  // What a kernel writes: no element may stand for another.
+  void writable(const char* arg, const Tensor& t) const {
+    for (int64_t i = 0; i < t.dim(); ++i)
+      if (t.stride(i) == 0 && t.size(i) > 1) fail(arg, "not be expanded", "stride 0 in dimension " + std::to_string(i));
+  }
+
+  // Results are bytes, or lie in the caller's buffers: no gradient can pass, and none may get lost without a word.
+  void no_grad(const char* arg, const Tensor& t) const {
+    if (records_grad(t))
+      throw std::runtime_error(std::string(op_) + ": " + arg +
+                               " must not require grad, for there is no backward: call it under torch.no_grad() or "
+                               "torch.inference_mode(), or on a detached tensor where no gradient is wanted");
   }
 
   // Kernels read and write in no order that a caller could rely on, so no buffer that one writes may share memory with
@@ -129,11 +164,20 @@ class Checks {
     for (auto out = outputs.begin(); out != outputs.end(); ++out) {
       if (out->second == nullptr) continue;
       for (const auto& in : inputs) pair_overlap(*out, in);
-      for (auto other = outputs.begin(); other != out; ++other) pair_overlap(*out, *other);
+      for (auto other = outputs.begin(); other != out; ++other) {
+        pair_overlap(*out, *other);
+        same_view(*out, *other);
+      }
     }
   }
 
  private:
+  void same_view(const std::pair<const char*, const Tensor*>& a, const std::pair<const char*, const Tensor*>& b) const {
+    if (b.second == nullptr || a.second->numel() == 0 || b.second->numel() == 0) return;
+    if (a.second->data_ptr() == b.second->data_ptr())
+      fail(a.first, std::string("not share memory with ") + b.first, "buffers that overlap");
+  }
+
   // Bytes that a kernel touches in place: `rows` stretches of `width` bytes, `step` apart.
   struct Stretches {
     int64_t begin = 0, width = 0, step = 0, rows = 0;

@@ -6,8 +6,17 @@
 
 namespace mxfp4 {
 
+// libtorch's code of a dtype; -1, which no tensor has, for one that the C interface does not carry.
 inline int32_t dequantized_dtype_code(torch::headeronly::ScalarType dtype) {
-  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  using torch::headeronly::ScalarType;
+  if (dtype == ScalarType::Float) return aoti_torch_dtype_float32();
+  if (dtype == ScalarType::BFloat16) return aoti_torch_dtype_bfloat16();
+  if (dtype == ScalarType::Half) return aoti_torch_dtype_float16();
+  try {
+    return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  } catch (const std::exception&) {
+    return -1;
+  }
 }
 
 inline Checks check_dequantize(const Tensor& packed, const Tensor& scale, const Tensor& expert_offsets,
@@ -17,7 +26,7 @@ inline Checks check_dequantize(const Tensor& packed, const Tensor& scale, const 
   check.dtype("packed", packed, {u8});
   check.dims("packed", packed, 2, "[R, K / 2]");
   check.columns("packed", packed.size(1), kBlock / 2, "(K / 2)");
-  check.fits_int32("packed", packed.size(0));
+  check.row_count("packed", packed.size(0), 0);
   check.dtype("scale", scale, {u8});
   check.dims("scale", scale, 2, "[S, 4T]");
   check.shape("scale", scale, {scale.size(0), kTileBlocks * scale_tiles(2 * packed.size(1))}, "[S, 4T]");
@@ -27,9 +36,7 @@ inline Checks check_dequantize(const Tensor& packed, const Tensor& scale, const 
   check.dims("expert_offsets", expert_offsets, 1, "[E + 1]");
   check.at_least("the size of expert_offsets", expert_offsets.size(0), 2);
   check.device("expert_offsets", expert_offsets, "packed", packed);
-  check.dtype("blockscale_offsets", blockscale_offsets, {i32});
-  check.shape("blockscale_offsets", blockscale_offsets, {expert_offsets.size(0)}, "[E + 1]");
-  check.device("blockscale_offsets", blockscale_offsets, "packed", packed);
+  check.exact("blockscale_offsets", blockscale_offsets, i32, {expert_offsets.size(0)}, "[E + 1]", "packed", packed);
   check.one_of("dtype", dtype, {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16()});
   return check;
 }
@@ -71,9 +78,8 @@ struct Dequantize {
                   const Tensor& blockscale_offsets, torch::headeronly::ScalarType dtype, const Tensor& output) {
     const int32_t code = dequantized_dtype_code(dtype);
     const Checks check = check_dequantize(packed, scale, expert_offsets, blockscale_offsets, code);
-    check.dtype("output", output, {code});
-    check.shape("output", output, {packed.size(0), 2 * packed.size(1)}, "[R, K]");
-    check.device("output", output, "packed", packed);
+    check.buffer("output", output, code, {packed.size(0), 2 * packed.size(1)}, "[R, K]", "packed", packed);
+    check.no_grad("output", output);
     check.no_overlap({{"packed", &packed},
                       {"scale", &scale},
                       {"expert_offsets", &expert_offsets},

@@ -10,6 +10,14 @@ namespace mxfp4 {
 
 inline const char* quant_name(bool silu) { return silu ? "silu_and_mul_mxfp4_experts_quant" : "mxfp4_experts_quant"; }
 
+struct QuantShapes {
+  int64_t codes[2], scales[2];
+};
+
+inline QuantShapes quant_shapes(int64_t R, int64_t K, int64_t n_experts) {
+  return {{R, K / 2}, {scale_rows(R, n_experts), kTileBlocks * scale_tiles(K)}};
+}
+
 inline Checks check_experts_quant(bool silu, const Tensor& input, const Tensor& expert_offsets,
                                   const Tensor& blockscale_offsets, int64_t n_experts,
                                   const OptionalTensor& sorted_expert_ids) {
@@ -18,20 +26,14 @@ inline Checks check_experts_quant(bool silu, const Tensor& input, const Tensor& 
   check.dtype("input", input, {aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16()});
   check.dims("input", input, 2, silu ? "[R, 2K]" : "[R, K]");
   check.columns("input", input.size(1), silu ? 2 * kBlock : kBlock, silu ? "(2K)" : "(K)");
-  check.fits_int32("input", input.size(0));
   check.at_least("n_experts", n_experts, 1);
   check.at_most("n_experts", n_experts, INT32_MAX - 1);
-  check.dtype("expert_offsets", expert_offsets, {i32});
-  check.shape("expert_offsets", expert_offsets, {n_experts + 1}, "[n_experts + 1]");
-  check.device("expert_offsets", expert_offsets, "input", input);
-  check.dtype("blockscale_offsets", blockscale_offsets, {i32});
-  check.shape("blockscale_offsets", blockscale_offsets, {n_experts + 1}, "[n_experts + 1]");
-  check.device("blockscale_offsets", blockscale_offsets, "input", input);
-  if (sorted_expert_ids.has_value()) {
-    check.dtype("sorted_expert_ids", *sorted_expert_ids, {i32});
-    check.shape("sorted_expert_ids", *sorted_expert_ids, {input.size(0)}, "[R]");
-    check.device("sorted_expert_ids", *sorted_expert_ids, "input", input);
-  }
+  check.row_count("input", input.size(0), scale_rows(input.size(0), n_experts));
+  check.exact("expert_offsets", expert_offsets, i32, {n_experts + 1}, "[n_experts + 1]", "input", input);
+  check.exact("blockscale_offsets", blockscale_offsets, i32, {n_experts + 1}, "[n_experts + 1]", "input", input);
+  if (sorted_expert_ids.has_value())
+    check.exact("sorted_expert_ids", *sorted_expert_ids, i32, {input.size(0)}, "[R]", "input", input);
+  check.no_grad("input", input);
   return check;
 }
 
@@ -69,10 +71,10 @@ struct ExpertsQuant {
                                                const Tensor& blockscale_offsets, int64_t n_experts,
                                                const OptionalTensor& sorted_expert_ids) {
     check_experts_quant(kSilu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids);
-    const int64_t R = input.size(0), K = width(input);
+    const QuantShapes shapes = quant_shapes(input.size(0), width(input), n_experts);
     const int32_t u8 = aoti_torch_dtype_uint8();
-    std::tuple<Tensor, Tensor> result{empty({R, K / 2}, u8, input),
-                                      empty({scale_rows(R, n_experts), kTileBlocks * scale_tiles(K)}, u8, input)};
+    std::tuple<Tensor, Tensor> result{empty({shapes.codes[0], shapes.codes[1]}, u8, input),
+                                      empty({shapes.scales[0], shapes.scales[1]}, u8, input)};
     run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, std::get<0>(result),
         std::get<1>(result), true);
     return result;
@@ -83,13 +85,11 @@ struct ExpertsQuant {
                   const Tensor& output_scale) {
     const Checks check =
         check_experts_quant(kSilu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids);
-    const int64_t R = input.size(0), K = width(input);
-    check.dtype("output", output, {aoti_torch_dtype_uint8()});
-    check.shape("output", output, {R, K / 2}, "[R, K / 2]");
-    check.device("output", output, "input", input);
-    check.dtype("output_scale", output_scale, {aoti_torch_dtype_uint8()});
-    check.shape("output_scale", output_scale, {scale_rows(R, n_experts), kTileBlocks * scale_tiles(K)}, "[S, 4T]");
-    check.device("output_scale", output_scale, "input", input);
+    const QuantShapes shapes = quant_shapes(input.size(0), width(input), n_experts);
+    check.buffer("output", output, aoti_torch_dtype_uint8(), {shapes.codes[0], shapes.codes[1]}, "[R, K / 2]", "input",
+                 input);
+    check.buffer("output_scale", output_scale, aoti_torch_dtype_uint8(), {shapes.scales[0], shapes.scales[1]},
+                 "[S, 4T]", "input", input);
     check.no_overlap({{"input", &input},
                       {"expert_offsets", &expert_offsets},
                       {"blockscale_offsets", &blockscale_offsets},

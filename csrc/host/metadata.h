@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "../args.h"
+#include "../layout.h"
 #include "checks.h"
 
 namespace mxfp4 {
@@ -12,9 +13,9 @@ inline Checks check_metadata(const Tensor& topk_ids, int64_t num_experts, int64_
   Checks check("get_cutlass_moe_mm_data");
   check.dtype("topk_ids", topk_ids, {aoti_torch_dtype_int32(), aoti_torch_dtype_int64()});
   check.dims("topk_ids", topk_ids, 2, "[m, topk]");
-  check.fits_int32("topk_ids", topk_ids.numel());
   check.at_least("num_experts", num_experts, 1);
   check.at_most("num_experts", num_experts, INT32_MAX - 1);
+  check.row_count("topk_ids", topk_ids.numel(), scale_rows(topk_ids.numel(), num_experts));
   check.at_least("n", n, 1);
   check.at_most("n", n, is_gated ? INT32_MAX / 2 : INT32_MAX);
   check.at_least("k", k, 1);
@@ -84,9 +85,7 @@ struct Metadata {
     const Tensor* blockscale = blockscale_offsets.has_value() ? &*blockscale_offsets : nullptr;
     const Tensor* sorted = sorted_expert_ids.has_value() ? &*sorted_expert_ids : nullptr;
     auto buffer = [&](const char* name, const Tensor& t, std::initializer_list<int64_t> shape, const char* layout) {
-      check.dtype(name, t, {aoti_torch_dtype_int32()});
-      check.shape(name, t, shape, layout);
-      check.device(name, t, "topk_ids", topk_ids);
+      check.buffer(name, t, aoti_torch_dtype_int32(), shape, layout, "topk_ids", topk_ids);
     };
     buffer("expert_offsets", expert_offsets, {E + 1}, "[num_experts + 1]");
     if (blockscale) buffer("blockscale_offsets", *blockscale, {E + 1}, "[num_experts + 1]");

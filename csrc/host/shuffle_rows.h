@@ -42,9 +42,10 @@ struct ShuffleRows {
 
   static void out(const Tensor& input, const Tensor& dst2src_map, const Tensor& output) {
     const Checks check = check_shuffle_rows(input, dst2src_map);
-    check.dtype("output", output, {dtype_code(input)});
-    check.shape("output", output, {dst2src_map.size(0), input.size(1)}, "[output rows, width]");
-    check.device("output", output, "input", input);
+    check.buffer("output", output, dtype_code(input), {dst2src_map.size(0), input.size(1)}, "[output rows, width]",
+                 "input", input);
+    check.no_grad("input", input);
+    check.no_grad("output", output);
     check.no_overlap({{"input", &input}, {"dst2src_map", &dst2src_map}}, {{"output", &output}});
     Written written(output, static_cast<int64_t>(input.element_size()), false);
     run(input, dst2src_map, written.tensor());

@@ -8,7 +8,8 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
-#include <vector>
+#include <stdexcept>
+#include <string>
 
 namespace mxfp4 {
 
@@ -37,8 +38,12 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const T
     step *= std::max<int64_t>(shape[i], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dim, shape, strides, dtype, device_type(like), like.get_device_index(), &handle));
+  // The C interface keeps the reason, and its type, to itself.
+  if (aoti_torch_empty_strided(dim, shape, strides, dtype, device_type(like), like.get_device_index(), &handle) !=
+      AOTI_TORCH_SUCCESS)
+    throw std::runtime_error("mxfp4_ops: could not allocate " +
+                             std::to_string(step * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype))) +
+                             " bytes; out of memory?");
   return Tensor(handle);
 }
 
@@ -64,6 +69,16 @@ inline Tensor as_rows(const Tensor& t, int64_t alignment) {
   return copy;
 }
 
+// Whether autograd would record what is done with a tensor. The C interface cannot be asked, but a view taken while
+// grad mode is on is a leaf exactly if its source does not require grad.
+inline bool records_grad(const Tensor& t) {
+  if (!aoti_torch_grad_mode_is_enabled()) return false;
+  std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION));
+  return !torch::stable::detail::to<bool>(stack[0]);
+}
+
 // A buffer of the caller that a kernel writes. A kernel gets `tensor()`, contiguous and aligned; where the caller's is
 // not, that is a copy, which `commit` brings back. `keep`: the kernel leaves some bytes as they are.
 class Written {
@@ -75,9 +90,9 @@ class Written {
     if (keep) torch::stable::copy_(tensor_, target_);
   }
   const Tensor& tensor() const { return tensor_; }
-  void commit() {
-    if (!direct_) torch::stable::copy_(target_, tensor_);
-  }
+  // Copying a tensor to itself moves nothing and counts as a write, so that autograd notices one over what it has
+  // saved.
+  void commit() { torch::stable::copy_(target_, tensor_); }
 
  private:
   Tensor target_, tensor_;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_values(void* output, int64_t unit, const f
 template <FloatType kType, int kPerLane>
 __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a) {
   const int units = static_cast<int>(a.K / 8), tiles = static_cast<int>(scale_tiles(a.K));
-  const int row = row_index(), first = static_cast<int>(first_unit<kPerLane>());
+  const int row = routed_row_index(), first = static_cast<int>(first_unit<kPerLane>());
   const bool in_range = row < a.rows;
   const uint32_t* packed = reinterpret_cast<const uint32_t*>(a.packed + row * a.row_stride);
   uint32_t codes[kPerLane];

@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t h) {
   return code | ((h >> 12) & 0x00080008u);
 }
 
-// Codes of a block without the scale's help: sign of zeros where the scale byte is 0, 7 for NaN and Inf where it is
-// 0xff.
+// Codes of four values scaled by `inverse`, which is 0 for the scale bytes 0 (signed zeros are left) and 0xff (where
+// NaN and Inf become 7).
 template <typename T>
 __device__ __forceinline__ uint32_t codes_of_pair(uint32_t a, uint32_t b, float inverse, uint32_t s) {
   // a holds columns 2i and 2i+1, b columns 2i+4 and 2i+5: the result has codes at bits 0, 4, 16 and 20.

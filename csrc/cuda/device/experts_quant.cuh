@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(256) experts_quant_kernel(const QuantArgs a, c
   const int tiles = static_cast<int>(scale_tiles(a.K)), units = static_cast<int>(a.K / 8);
   if (blockIdx.x >= row_blocks) return zero_scale_tiles(a, static_cast<int>(blockIdx.x - row_blocks), tiles);
 
-  const int row = row_index(), first = static_cast<int>(first_unit<kPerLane>());
+  const int row = routed_row_index(), first = static_cast<int>(first_unit<kPerLane>());
   const bool in_range = row < a.rows;
   uint4 w[kPerLane], up[kPerLane];
   const uint4* input = reinterpret_cast<const uint4*>(a.input + row * a.row_stride);

@@ -7,7 +7,13 @@ namespace mxfp4::cuda {
 __device__ __forceinline__ unsigned chunk_index() { return blockIdx.z * gridDim.y + blockIdx.y; }
 __device__ __forceinline__ unsigned chunk_count() { return gridDim.y * gridDim.z; }
 
-__device__ __forceinline__ int row_index() { return static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y); }
+__device__ __forceinline__ int64_t row_index() { return int64_t{blockIdx.x} * blockDim.y + threadIdx.y; }
+
+// Routed rows are counted in 31 bits; lanes behind the last row stay behind it.
+__device__ __forceinline__ int routed_row_index() {
+  const int64_t row = row_index();
+  return row < INT32_MAX ? static_cast<int>(row) : INT32_MAX;
+}
 
 // A lane's units are this one and the next kPerLane - 1, blockDim.x apart.
 template <int kPerLane>
