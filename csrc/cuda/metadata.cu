@@ -7,17 +7,32 @@ namespace {
 
 constexpr const char* kOp = "get_cutlass_moe_mm_data";
 
+// From here on the slots are too many for one CTA, and a launch to count them is worth its time.
+constexpr int64_t kManySlots = 8192, kSlotsOfCta = 1024, kMostCtas = 64;
+
 template <typename Id>
 void launch(const MetadataArgs& a) {
   const OnDevice device(a.device);
+  constexpr int64_t kStatic = 1024, kDefaultShared = 48 * 1024 - kStatic;  // what every GPU gives without being asked
   const int64_t E = a.num_experts, most_warps = kMetadataThreads / 32;
-  const int64_t wanted_warps = std::min(most_warps, std::max<int64_t>(1, ceil_div(a.rows, 32)));
+  auto bytes = [&](int64_t warps) { return warps * E * static_cast<int64_t>(sizeof(int32_t)); };
+  const bool many = a.rows >= kManySlots && bytes(1) <= kDefaultShared;
+  const int64_t ctas = many ? std::min(kMostCtas, ceil_div(a.rows, kSlotsOfCta)) : 1;
+  const int64_t wanted_warps = std::clamp<int64_t>(ceil_div(ceil_div(a.rows, ctas), 64), 1, most_warps);
   auto threads = [&](int64_t slot_warps) {
     return static_cast<unsigned>(32 * std::max(slot_warps, std::min(most_warps, ceil_div(E, 32))));
   };
-  auto bytes = [&](int64_t slot_warps) { return slot_warps * E * static_cast<int64_t>(sizeof(int32_t)); };
 
-  constexpr int64_t kStatic = 1024, kDefaultShared = 48 * 1024 - kStatic;  // what every GPU gives without being asked
+  std::optional<Tensor> counted;
+  if (many) {
+    counted = device.scratch(ctas * E);
+    count_experts_kernel<Id>
+        <<<static_cast<unsigned>(ctas), kMetadataThreads, static_cast<size_t>(bytes(1)), device.stream()>>>(
+            a, mutable_data<int32_t>(*counted));
+    check_cuda(kOp, cudaGetLastError());
+  }
+  const int32_t* counts = data<int32_t>(counted);
+
   int64_t slot_warps = wanted_warps, limit = kDefaultShared;
   if (bytes(slot_warps) > limit) {
     limit = device.attribute(kOp, cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
@@ -30,11 +45,12 @@ void launch(const MetadataArgs& a) {
     if (shared > kDefaultShared)
       check_cuda(kOp,
                  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)));
-    kernel<<<1, threads(slot_warps), shared, device.stream()>>>(a, static_cast<int>(slot_warps), nullptr);
+    kernel<<<static_cast<unsigned>(ctas), threads(slot_warps), shared, device.stream()>>>(
+        a, static_cast<int>(slot_warps), nullptr, counts);
   } else {  // tens of thousands of experts
     const Tensor scratch = device.scratch(wanted_warps * E);
-    metadata_kernel<Id, false><<<1, threads(wanted_warps), 0, device.stream()>>>(a, static_cast<int>(wanted_warps),
-                                                                                 mutable_data<int32_t>(scratch));
+    metadata_kernel<Id, false><<<1, threads(wanted_warps), 0, device.stream()>>>(
+        a, static_cast<int>(wanted_warps), mutable_data<int32_t>(scratch), nullptr);
   }
   check_cuda(kOp, cudaGetLastError());
 }

@@ -1,5 +1,6 @@
-// Router ids to the arrays of the routed rows by one CTA: a counting sort whose counters are one histogram a warp, each
-// warp taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing.
+// Router ids to the arrays of the routed rows: a counting sort whose counters are one histogram a warp, each warp
+// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing. One CTA does it all,
+// or several share the slots, after a launch in which each has counted its own.
 #pragma once
 #include "../../args.h"
 #include "../../layout.h"
@@ -28,18 +29,48 @@ __device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
   return static_cast<int>(id >= 0 && id < a.num_experts ? id : a.num_experts);
 }
 
-// histograms: [slot_warps][E], in shared memory where that is large enough, else in `scratch`.
+// The slots of a CTA.
+struct Span {
+  int64_t begin, end;
+};
+
+__device__ __forceinline__ Span span_of_cta(const MetadataArgs& a) {
+  const int64_t span = round_up(ceil_div(a.rows, gridDim.x), 32), begin = min(blockIdx.x * span, a.rows);
+  return {begin, min(begin + span, a.rows)};
+}
+
+// counts[cta][E]: how many slots of each CTA of the next launch go to each expert.
+template <typename Id>
+__global__ void __launch_bounds__(kMetadataThreads, 1) count_experts_kernel(const MetadataArgs a, int32_t* counts) {
+  extern __shared__ int32_t histogram[];
+  const int E = static_cast<int>(a.num_experts);
+  const Span span = span_of_cta(a);
+  for (int e = threadIdx.x; e < E; e += blockDim.x) histogram[e] = 0;
+  __syncthreads();
+  for (int64_t slot = span.begin + threadIdx.x; slot < span.end; slot += blockDim.x) {
+    const int expert = expert_of<Id>(a, slot);
+    if (expert < E) atomicAdd(&histogram[expert], 1);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < E; e += blockDim.x) counts[int64_t{blockIdx.x} * E + e] = histogram[e];
+}
+
+// histograms: [slot_warps][E], in shared memory where that is large enough, else in `scratch` (then of a single CTA).
+// counts: of count_experts_kernel where there are several CTAs, else null.
 template <typename Id, bool kShared>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
-    metadata_kernel(const MetadataArgs a, const int slot_warps, int32_t* __restrict__ scratch) {
+    metadata_kernel(const MetadataArgs a, const int slot_warps, int32_t* __restrict__ scratch,
+                    const int32_t* __restrict__ counts) {
   extern __shared__ int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
   int32_t* histograms = shared;
   if constexpr (!kShared) histograms = scratch;
   const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31,
             warp = tid >> 5;
-  const int64_t stretch = round_up(ceil_div(a.rows, slot_warps), 32);
-  const int64_t begin = warp < slot_warps ? min(warp * stretch, a.rows) : a.rows, end = min(begin + stretch, a.rows);
+  const Span span = span_of_cta(a);
+  const int64_t stretch = round_up(ceil_div(span.end - span.begin, slot_warps), 32);
+  const int64_t begin = warp < slot_warps ? min(span.begin + warp * stretch, span.end) : span.end;
+  const int64_t end = min(begin + stretch, span.end);
   int32_t* mine = histograms + static_cast<int64_t>(warp) * E;
 
   for (int64_t i = tid; i < static_cast<int64_t>(slot_warps) * E; i += threads) histograms[i] = 0;
@@ -73,10 +104,18 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
   int32_t rows_before = 0, tiles_before = 0;  // of the experts of earlier rounds
   for (int base = 0; base < E; base += threads) {
     const int e = base + tid;
-    int32_t count = 0;
-    if (e < E)
+    int32_t count = 0, earlier = 0;  // of all CTAs, and of those before this one
+    if (e < E && counts == nullptr) {
 #pragma unroll 8
       for (int w = 0; w < slot_warps; ++w) count += histograms[static_cast<int64_t>(w) * E + e];
+    } else if (e < E) {
+#pragma unroll 8
+      for (int cta = 0; cta < static_cast<int>(gridDim.x); ++cta) {
+        const int32_t c = counts[static_cast<int64_t>(cta) * E + e];
+        count += c;
+        if (cta < static_cast<int>(blockIdx.x)) earlier += c;
+      }
+    }
     const int32_t tiles = (count + static_cast<int32_t>(kTileRows) - 1) / static_cast<int32_t>(kTileRows);
     int32_t rows_sum = count, tiles_sum = tiles;
 #pragma unroll
@@ -94,7 +133,7 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
     const int32_t first_row = rows_before + rows_sum - count, first_tile = tiles_before + tiles_sum - tiles;
     rows_before += rows_all, tiles_before += tiles_all;
     if (e < E) {
-      int32_t next = first_row;
+      int32_t next = first_row + earlier;
 #pragma unroll 8
       for (int w = 0; w < slot_warps; ++w) {
         int32_t& h = histograms[static_cast<int64_t>(w) * E + e];
@@ -102,16 +141,18 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
         h = next;
         next += c;
       }
-      a.expert_offsets[e] = first_row;
-      if (a.blockscale_offsets != nullptr) a.blockscale_offsets[e] = first_tile * static_cast<int32_t>(kTileRows);
-      int32_t* sizes1 = a.problem_sizes1 + 3 * static_cast<int64_t>(e);
-      int32_t* sizes2 = a.problem_sizes2 + 3 * static_cast<int64_t>(e);
-      sizes1[0] = count, sizes1[1] = a.n1, sizes1[2] = a.k;
-      sizes2[0] = count, sizes2[1] = a.k, sizes2[2] = a.n;
+      if (blockIdx.x == 0) {
+        a.expert_offsets[e] = first_row;
+        if (a.blockscale_offsets != nullptr) a.blockscale_offsets[e] = first_tile * static_cast<int32_t>(kTileRows);
+        int32_t* sizes1 = a.problem_sizes1 + 3 * static_cast<int64_t>(e);
+        int32_t* sizes2 = a.problem_sizes2 + 3 * static_cast<int64_t>(e);
+        sizes1[0] = count, sizes1[1] = a.n1, sizes1[2] = a.k;
+        sizes2[0] = count, sizes2[1] = a.k, sizes2[2] = a.n;
+      }
     }
     __syncthreads();
   }
-  if (tid == 0) {
+  if (tid == 0 && blockIdx.x == 0) {
     a.expert_offsets[E] = rows_before;
     if (a.blockscale_offsets != nullptr) a.blockscale_offsets[E] = tiles_before * static_cast<int32_t>(kTileRows);
   }
@@ -129,7 +170,7 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
     a.input_permutation[row] = static_cast<int32_t>(static_cast<uint32_t>(slot) / topk);
     if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = expert;
   }
-  for (int64_t row = rows_before + tid; row < a.rows; row += threads) {
+  for (int64_t row = rows_before + int64_t{blockIdx.x} * threads + tid; row < a.rows; row += gridDim.x * threads) {
     a.input_permutation[row] = -1;
     if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = -1;
   }
