@@ -29,25 +29,22 @@ __device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
   return static_cast<int>(id >= 0 && id < a.num_experts ? id : a.num_experts);
 }
 
-// The slots of a CTA.
-struct Span {
-  int64_t begin, end;
+// Who takes which slots: CTAs `span` slots each, their first `slot_warps` warps `stretch` each, all multiples of 32.
+struct Shares {
+  int64_t span, stretch;
+  int slot_warps;
 };
-
-__device__ __forceinline__ Span span_of_cta(const MetadataArgs& a) {
-  const int64_t span = round_up(ceil_div(a.rows, gridDim.x), 32), begin = min(blockIdx.x * span, a.rows);
-  return {begin, min(begin + span, a.rows)};
-}
 
 // counts[cta][E]: how many slots of each CTA of the next launch go to each expert.
 template <typename Id>
-__global__ void __launch_bounds__(kMetadataThreads, 1) count_experts_kernel(const MetadataArgs a, int32_t* counts) {
+__global__ void __launch_bounds__(kMetadataThreads, 1)
+    count_experts_kernel(const MetadataArgs a, const Shares shares, int32_t* counts) {
   extern __shared__ int32_t histogram[];
   const int E = static_cast<int>(a.num_experts);
-  const Span span = span_of_cta(a);
+  const int64_t begin = blockIdx.x * shares.span, end = min(begin + shares.span, a.rows);
   for (int e = threadIdx.x; e < E; e += blockDim.x) histogram[e] = 0;
   __syncthreads();
-  for (int64_t slot = span.begin + threadIdx.x; slot < span.end; slot += blockDim.x) {
+  for (int64_t slot = begin + threadIdx.x; slot < end; slot += blockDim.x) {
     const int expert = expert_of<Id>(a, slot);
     if (expert < E) atomicAdd(&histogram[expert], 1);
   }
@@ -59,7 +56,7 @@ __global__ void __launch_bounds__(kMetadataThreads, 1) count_experts_kernel(cons
 // counts: of count_experts_kernel where there are several CTAs, else null.
 template <typename Id, bool kShared>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
-    metadata_kernel(const MetadataArgs a, const int slot_warps, int32_t* __restrict__ scratch,
+    metadata_kernel(const MetadataArgs a, const Shares shares, int32_t* __restrict__ scratch,
                     const int32_t* __restrict__ counts) {
   extern __shared__ int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
@@ -67,10 +64,10 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
   if constexpr (!kShared) histograms = scratch;
   const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31,
             warp = tid >> 5;
-  const Span span = span_of_cta(a);
-  const int64_t stretch = round_up(ceil_div(span.end - span.begin, slot_warps), 32);
-  const int64_t begin = warp < slot_warps ? min(span.begin + warp * stretch, span.end) : span.end;
-  const int64_t end = min(begin + stretch, span.end);
+  const int slot_warps = shares.slot_warps;
+  const int64_t cta_begin = min(blockIdx.x * shares.span, a.rows), cta_end = min(cta_begin + shares.span, a.rows);
+  const int64_t begin = warp < slot_warps ? min(cta_begin + warp * shares.stretch, cta_end) : cta_end;
+  const int64_t end = min(begin + shares.stretch, cta_end);
   int32_t* mine = histograms + static_cast<int64_t>(warp) * E;
 
   for (int64_t i = tid; i < static_cast<int64_t>(slot_warps) * E; i += threads) histograms[i] = 0;
