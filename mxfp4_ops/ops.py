@@ -59,6 +59,17 @@ def _refuse_grad(op: str, **tensors: Tensor) -> None:
                 )
 
 
+def _experts_quant(op: str, rows: tuple, out: tuple[Tensor, Tensor] | None) -> QuantizedRows:
+    _refuse_grad(op, input=rows[0])
+    overloads = getattr(_ops, op)
+    if out is None:
+        return QuantizedRows(*overloads.default(*rows))
+    if len(out) != 2:
+        raise RuntimeError(f"{op}: out must have 2 buffers (output, output_scale), got {len(out)}")
+    overloads.out(*rows, output=out[0], output_scale=out[1])
+    return QuantizedRows(*out)
+
+
 def get_cutlass_moe_mm_data(
     topk_ids: Tensor,
     num_experts: int,
@@ -193,15 +204,8 @@ def mxfp4_experts_quant(
         >>> rows.output[0, :2].tolist(), rows.output_scale[0, 0].item(), tuple(rows.output_scale.shape)
         ([167, 167], 127, (128, 4))
     """
-    _refuse_grad("mxfp4_experts_quant", input=input)
-    if out is None:
-        return QuantizedRows(
-            *_ops.mxfp4_experts_quant.default(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
-        )
-    _ops.mxfp4_experts_quant.out(
-        input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, output=out[0], output_scale=out[1]
-    )
-    return QuantizedRows(*out)
+    rows = (input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
+    return _experts_quant("mxfp4_experts_quant", rows, out)
 
 
 def silu_and_mul_mxfp4_experts_quant(
@@ -236,17 +240,8 @@ def silu_and_mul_mxfp4_experts_quant(
         >>> tuple(rows.output.shape), tuple(rows.output_scale.shape)
         ((3, 16), (256, 4))
     """
-    _refuse_grad("silu_and_mul_mxfp4_experts_quant", input=input)
-    if out is None:
-        return QuantizedRows(
-            *_ops.silu_and_mul_mxfp4_experts_quant.default(
-                input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids
-            )
-        )
-    _ops.silu_and_mul_mxfp4_experts_quant.out(
-        input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, output=out[0], output_scale=out[1]
-    )
-    return QuantizedRows(*out)
+    rows = (input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
+    return _experts_quant("silu_and_mul_mxfp4_experts_quant", rows, out)
 
 
 def mxfp4_dequantize(

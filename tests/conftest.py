@@ -43,5 +43,14 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For thousands of small ops: waiting for a second thread costs the oracle more than it gains."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_report_header() -> str:
     return f"mxfp4_ops {mxfp4_ops.__version__}, torch {torch.__version__}, CUDA kernels: {NO_GPU or 'tested'}"

@@ -14,10 +14,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import reference
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 BF16, FP16, I32, I64 = torch.bfloat16, torch.float16, torch.int32, torch.int64
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
@@ -561,3 +564,16 @@ def results(op: str, returned: Tensor | tuple[Tensor, ...]) -> dict[str, Tensor]
     """What a functional overload returned, by name."""
     values = (returned,) if isinstance(returned, Tensor) else returned
     return dict(zip((r.name or "output" for r in overload(op, "default")._schema.returns), values, strict=True))
+
+
+def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """The graph of `call`, warmed up on a side stream, and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results

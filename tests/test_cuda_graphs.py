@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from samples import assert_same
+from samples import assert_same, capture
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -60,19 +60,6 @@ def poison(results: tuple) -> tuple:
 def assert_results_same(got: tuple, want: tuple, case: str) -> None:
     for i, (g, w) in enumerate(zip(tree_leaves(got), tree_leaves(want), strict=True)):
         assert_same(g, w, f"{case}: result {i}")
-
-
-def capture(call: Callable[[], tuple]) -> tuple[torch.cuda.CUDAGraph, tuple]:
-    """The graph of `call`, warmed up on a side stream, and what it returned."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
 
 
 @contextlib.contextmanager

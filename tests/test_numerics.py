@@ -7,29 +7,23 @@ import ctypes
 import functools
 import hashlib
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 
-import mxfp4_ops
 import numpy as np
 import pytest
 import reference
 import torch
-from mxfp4_ops import _library
 from samples import BF16, FP16, I32, assert_same, run_python
 from torch import Tensor
+
+import mxfp4_ops
+from mxfp4_ops import _library
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {"bf16": BF16, "fp16": FP16}
 INFINITY = {BF16: 0x7F80, FP16: 0x7C00}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def one_expert(R: int, device: str = "cpu") -> tuple[Tensor, Tensor]:

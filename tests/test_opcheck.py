@@ -4,12 +4,13 @@ An `.out` call gets every optional buffer, and every buffer poisoned: a write th
 only where the buffer was not right before.
 """
 
-from collections.abc import Iterator
 
 import pytest
 import torch
 from samples import CASES, QUANT_OPS, Sample, buffers, overload, results, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _QUANT_NAMES = (
     *("R0", "R0_ids", "R1_K32", "R33_K96_E17", "R99_K2880_E20_fp16_ids", "R264_K160_E36_ids", "counts_0_1_128_129"),
@@ -36,14 +37,6 @@ OPCHECK = {
         *("scale_strided", "scale_transposed", "offsets_strided"),
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def without_nan(op: str, name: str, device: str) -> Sample:

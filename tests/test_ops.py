@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import mxfp4_ops
 import pytest
 import reference
 import torch
@@ -31,21 +30,16 @@ from samples import (
 )
 from torch import Tensor
 
+import mxfp4_ops
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 METADATA_OP = "get_cutlass_moe_mm_data"
 
 
 def any_nan(op: str) -> bool:
     # Which NaN a product has is the processor's choice.
     return op == "mxfp4_dequantize"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # Small ops: waiting for a second thread costs the oracle more than it gains.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Functional -----------------------------------------------------------------------------------------------------------

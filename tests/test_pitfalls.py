@@ -2,13 +2,10 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable
 
-import mxfp4_ops
 import pytest
 import reference
 import torch
-from mxfp4_ops import layout, meta
 from samples import (
     BF16,
     CASES,
@@ -20,6 +17,7 @@ from samples import (
     SAMPLES,
     assert_same,
     buffer,
+    capture,
     expected,
     oracle,
     overload,
@@ -30,6 +28,9 @@ from samples import (
     sample,
 )
 from torch import Tensor
+
+import mxfp4_ops
+from mxfp4_ops import layout, meta
 
 METADATA_OP = "get_cutlass_moe_mm_data"
 QUANT_OP, SILU_OP = QUANT_OPS
@@ -102,18 +103,6 @@ def route(ids: Tensor, x: Tensor, E: int) -> dict[str, Tensor]:
     return all_results
 
 
-def captured(function: Callable[[], dict[str, Tensor]]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = function()
-    return graph, held
-
-
 def ids_of_active(active: int) -> Tensor:
     """[64, 4] ids of so many of 32 experts; where they are few, 24 tokens have none."""
     ids = torch.randperm(32)[:active][torch.randint(0, active, (64, 4))]
@@ -125,7 +114,7 @@ def ids_of_active(active: int) -> Tensor:
 @pytest.mark.gpu
 def test_graph_captured_with_many_experts_replayed_with_few() -> None:
     x, ids = torch.randn(64, 192).bfloat16().cuda(), ids_of_active(11).cuda()
-    graph, held = captured(lambda: route(ids, x, 32))
+    graph, held = capture(lambda: route(ids, x, 32))
     for active in (11, 9, 1, 11):
         ids.copy_(ids_of_active(active))
         graph.replay()
@@ -185,7 +174,7 @@ def test_nothing_routed(device: str) -> None:
 @pytest.mark.gpu
 def test_nothing_routed_in_a_graph() -> None:
     ids, x = torch.zeros(0, 2, dtype=I32, device="cuda"), torch.zeros(0, 64, dtype=BF16, device="cuda")
-    graph, held = captured(lambda: route(ids, x, 4))
+    graph, held = capture(lambda: route(ids, x, 4))
     graph.replay()
     torch.cuda.synchronize()
     assert held["expert_offsets"].tolist() == [0] * 5

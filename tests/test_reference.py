@@ -7,7 +7,6 @@ golden/: in_*.npz are inputs (16-bit patterns); contract/ holds the required byt
 import hashlib
 import math
 import time
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,18 +16,11 @@ import reference
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALF_TYPES = tuple(DTYPES.values())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # Thousands of small ops: on a machine that is busy with something else, waiting for a second thread costs 5 times.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def load(name: str) -> dict[str, Tensor]:
