@@ -40,7 +40,7 @@ env: .venv/.ready
 	touch $@
 else
 env:
-	@$(PY) -c 'import expecttest, ninja, numpy, pytest, setuptools' 2>/dev/null \
+	@$(PY) -c 'import expecttest, ninja, numpy, pytest, setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' 2>/dev/null \
 	  || $(PY) -m pip install expecttest ninja numpy pytest 'setuptools>=77'
 endif
 

@@ -33,7 +33,7 @@ class OnDevice {
  public:
   explicit OnDevice(int32_t device) : device_(device), guard_(device) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
   cudaStream_t stream() const { return stream_; }
@@ -48,8 +48,8 @@ class OnDevice {
   Tensor scratch(int64_t ints) const {
     const int64_t stride = 1;
     AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &ints, &stride, aoti_torch_dtype_int32(),
-                                                           aoti_torch_device_type_cuda(), device_, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &ints, &stride, aoti_torch_dtype_int32(),
+                                                    aoti_torch_device_type_cuda(), device_, &handle));
     return Tensor(handle);
   }
 

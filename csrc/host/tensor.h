@@ -19,13 +19,13 @@ using OptionalTensor = std::optional<Tensor>;
 // libtorch's own code of a dtype: ScalarType would refuse dtypes that shuffle_rows has no reason to refuse.
 inline int32_t dtype_code(const Tensor& t) {
   int32_t code;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
   return code;
 }
 
 inline int32_t device_type(const Tensor& t) {
   int32_t type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
   return type;
 }
 
@@ -74,8 +74,8 @@ inline Tensor as_rows(const Tensor& t, int64_t alignment) {
 inline bool records_grad(const Tensor& t) {
   if (!aoti_torch_grad_mode_is_enabled()) return false;
   std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION));
   return !torch::stable::detail::to<bool>(stack[0]);
 }
 
