@@ -8,11 +8,16 @@ import pytest
 
 import mxfp4_ops.layout
 import mxfp4_ops.ops
+import mxfp4_ops.passes.inductor
+import mxfp4_ops.passes.manager
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.mark.parametrize("module", [mxfp4_ops.ops, mxfp4_ops.layout])
+MODULES = [mxfp4_ops.ops, mxfp4_ops.layout, mxfp4_ops.passes.inductor, mxfp4_ops.passes.manager]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0

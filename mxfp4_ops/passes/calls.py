@@ -1,0 +1,243 @@
+"""Calls of our ops in an FX graph, whatever form tracing gave them, seen through one interface.
+
+Forms: the functional overload; ``auto_functionalized`` and ``auto_functionalized_v2`` of the ``.out`` overload, which
+AOT makes of a mutating call; and the raw ``.out`` call itself, as Dynamo and export graphs have it. Indices of results
+come from the schema.
+"""
+
+import operator
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.immutable_collections import immutable_list
+
+METADATA = "get_cutlass_moe_mm_data"
+QUANTS = ("mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant")
+
+
+class Form(Enum):
+    FUNCTIONAL = "functional"
+    AUTO_V1 = "auto_functionalized"
+    AUTO_V2 = "auto_functionalized_v2"
+    MUTATING = "mutating"
+
+
+def value(node: object) -> Any:
+    """What tracing recorded for a node (a FakeTensor, SymInt or tuple); of what is no node, the object itself."""
+    if not isinstance(node, fx.Node):
+        return node
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def set_value(node: fx.Node, recorded: object, like: fx.Node) -> None:
+    """Record a value under the name that this kind of graph uses, as ``like`` shows it."""
+    node.meta["example_value" if "val" not in like.meta and "example_value" in like.meta else "val"] = recorded
+
+
+def same_number(a: object, b: object) -> bool:
+    """Whether two ints, SymInts or nodes of these are equal for every input of the graph."""
+    if a is b:
+        return True
+    a, b = value(a), value(b)
+    return a is not None and b is not None and statically_known_true(a == b)
+
+
+def same_place(a: object, b: object) -> bool:
+    """Whether two tensors of one storage are known to hold the same elements in the same order."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dim() != b.dim() or a.dtype != b.dtype:
+        return False
+    numbers = [(*t.shape, *t.stride(), t.storage_offset()) for t in (a, b)]
+    return all(same_number(x, y) for x, y in zip(*numbers, strict=True))
+
+
+@cache
+def _signature(overload: torch._ops.OpOverload) -> tuple[str, dict[str, object], list[str], list[str]]:
+    """Name of the op, parameters with their defaults, the parameters that are written, and the results."""
+    schema = overload._schema
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return schema.name.removeprefix("mxfp4_ops::"), defaults, written, written or [r.name for r in schema.returns]
+
+
+class Call:
+    """One call of an op of this package."""
+
+    def __init__(self, node: fx.Node, overload: torch._ops.OpOverload, form: Form) -> None:
+        self.node, self.form = node, form
+        self.op, self.defaults, self.written, self.results = _signature(overload)
+        self.parameters = list(self.defaults)
+
+    @classmethod
+    def parse(cls, node: fx.Node) -> "Call | None":
+        if node.op != "call_function":
+            return None
+        target, auto = node.target, None
+        if target in (auto_functionalized, auto_functionalized_v2):
+            auto = Form.AUTO_V1 if target is auto_functionalized else Form.AUTO_V2
+            target = node.args[0]
+        if isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.startswith("mxfp4_ops::"):
+            out = {a.name for a in target.out._schema.arguments} - {a.name for a in target.default._schema.arguments}
+            target = target.out if out & node.kwargs.keys() else target.default
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "mxfp4_ops":
+            return None
+        form = auto or (Form.MUTATING if target._schema.is_mutable else Form.FUNCTIONAL)
+        return cls(node, target, form)
+
+    # Arguments
+
+    def argument(self, name: str) -> object:
+        """The value of a parameter, its default if it is not given; not for what AUTO_V2 writes."""
+        if name in self.node.kwargs:
+            return self.node.kwargs[name]
+        position = self.parameters.index(name)
+        if self.form in (Form.FUNCTIONAL, Form.MUTATING) and position < len(self.node.args):
+            return self.node.args[position]
+        return self.defaults[name]
+
+    def set_argument(self, name: str, new: fx.Node) -> None:
+        position = self.parameters.index(name)
+        if self.form in (Form.FUNCTIONAL, Form.MUTATING) and position < len(self.node.args):
+            self.node.update_arg(position, new)
+            if eager := self.node.meta.get("eager_input_vals"):
+                args = (*eager[0][:position], value(new), *eager[0][position + 1 :])
+                self.node.meta["eager_input_vals"] = args, eager[1]
+        else:
+            self._set_kwargs({name: new}, {name: value(new)})
+
+    def _set_kwargs(self, new: dict, values: dict) -> None:
+        self.node.kwargs = {**self.node.kwargs, **new}
+        # Inductor keeps the values that arguments had in eager mode, and wants them in the structure of the arguments.
+        if eager := self.node.meta.get("eager_input_vals"):
+            self.node.meta["eager_input_vals"] = eager[0], {**eager[1], **values}
+
+    # Results
+
+    def result_at(self, index: int, tensor: object) -> str | None:
+        """Name of the result that a tensor is, which is ``getitem(node, index)`` or, of AUTO_V2, a view of that."""
+        if self.form is Form.FUNCTIONAL:
+            return self.results[index]
+        if self.form is Form.AUTO_V1:
+            return self.written[index - 1] if index > 0 else None
+        bases = value(self.node)
+        for name in self.written if bases is not None else ():
+            if self._base(name) == index - 1 and same_place(self._view_of(name, bases[index]), tensor):
+                return name
+        return None
+
+    def _base(self, name: str) -> int | None:
+        return self.node.kwargs.get(f"_{name}_base_index")
+
+    def _view_call(self, name: str) -> tuple[Callable, list] | None:
+        """The op and its arguments that make the buffer of AUTO_V2 from its base, None where it is the base."""
+        kwargs = self.node.kwargs
+        if f"_{name}_size" in kwargs:
+            return torch.ops.aten.as_strided.default, [
+                kwargs[f"_{name}_{k}"] for k in ("size", "stride", "storage_offset")
+            ]
+        if f"_{name}_slice_dim" in kwargs:
+            return torch.ops.aten.slice.Tensor, [kwargs[f"_{name}_slice_{k}"] for k in ("dim", "start", "end")]
+        return None
+
+    def _view_of(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        view = self._view_call(name)
+        return base if view is None else view[0](base, *fx.node.map_arg(view[1], value))
+
+    def has_result(self, name: str) -> bool:
+        """Whether the call produces this result: an optional buffer may not have been given."""
+        if self.form is Form.FUNCTIONAL:
+            return True
+        if self.form is Form.AUTO_V2:
+            return self._base(name) is not None
+        return self.argument(name) is not None
+
+    def result(self, name: str) -> fx.Node:
+        """A node right after the call that holds a result; where the buffer was not given, it is made and added."""
+        if not self.has_result(name):
+            self._add_buffer(name)
+        if self.form is Form.MUTATING:
+            return self.argument(name)
+        if self.form is Form.FUNCTIONAL:
+            return self._item(self.results.index(name))
+        if self.form is Form.AUTO_V1:
+            return self._item(1 + self.written.index(name))
+        return self._view(name, self._item(1 + self._base(name)))
+
+    def _new_node(self, target: Callable, args: tuple, kwargs: dict | None = None, recorded: object = None) -> fx.Node:
+        """A node at the graph's insertion point, said to stem from where the call stems from."""
+        node = self.node.graph.call_function(target, args, kwargs)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self.node.meta:
+                node.meta[key] = self.node.meta[key]
+        if recorded is not None:
+            set_value(node, recorded, self.node)
+        return node
+
+    def _item(self, index: int) -> fx.Node:
+        for user in self.node.users:
+            if user.target is operator.getitem and user.args[1] == index:
+                self.node.append(user)  # it may stand behind the quant that is to use it
+                return user
+        recorded = value(self.node)
+        with self.node.graph.inserting_after(self.node):
+            return self._new_node(
+                operator.getitem, (self.node, index), recorded=None if recorded is None else recorded[index]
+            )
+
+    def _view(self, name: str, base: fx.Node) -> fx.Node:
+        view = self._view_call(name)
+        if view is None:
+            return base
+        target, args = view
+        for user in base.users:
+            if user.target is target and list(user.args[1:]) == args:
+                base.append(user)
+                return user
+        with base.graph.inserting_after(base):
+            return self._new_node(target, (base, *args), recorded=self._view_of(name, value(base)))
+
+    def _add_buffer(self, name: str) -> None:
+        """Give the metadata call a fresh int32 buffer for a result of one entry a routed row."""
+        ids = self.argument("topk_ids")
+        like = value(ids)
+        rows = like.shape[0] * like.shape[1]
+        recorded = like.new_empty((rows,), dtype=torch.int32)
+        with self.node.graph.inserting_before(self.node):
+            options = {"dtype": torch.int32, "device": like.device, "pin_memory": False}
+            size = self._product(ids, rows)
+            buffer = self._new_node(torch.ops.aten.empty.memory_format, ([size],), options, recorded)
+        if self.form is Form.AUTO_V2:
+            self._add_base(name, buffer)
+        else:
+            self.set_argument(name, buffer)
+        if self.form is Form.AUTO_V1 and value(self.node) is not None:
+            results = list(value(self.node))
+            results[1 + self.written.index(name)] = recorded
+            set_value(self.node, tuple(results), self.node)
+
+    def _product(self, ids: fx.Node, rows: "int | torch.SymInt") -> "int | fx.Node":
+        """The number of elements of ids, computed in the graph where it is no constant."""
+        if not isinstance(rows, torch.SymInt):
+            return rows
+        sizes = [
+            self._new_node(torch.ops.aten.sym_size.int, (ids, dim), recorded=size)
+            if isinstance(size, torch.SymInt)
+            else size
+            for dim, size in enumerate(value(ids).shape)
+        ]
+        return self._new_node(operator.mul, tuple(sizes), recorded=rows)
+
+    def _add_base(self, name: str, buffer: fx.Node) -> None:
+        bases = [*self.node.kwargs["_all_bases"], buffer]
+        index = {f"_{name}_base_index": len(bases) - 1}
+        eager = self.node.meta.get("eager_input_vals", ((), {}))[1]
+        values = immutable_list([*eager.get("_all_bases", ()), value(buffer)])
+        # As with the other arguments that are no nodes, nothing is kept for the index.
+        self._set_kwargs({"_all_bases": bases, **index}, {"_all_bases": values, **dict.fromkeys(index)})
+        if value(self.node) is not None:
+            set_value(self.node, (*value(self.node), value(buffer)), self.node)

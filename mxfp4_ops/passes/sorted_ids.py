@@ -1,0 +1,51 @@
+"""Rule 1: a quant that searches the offsets takes the sorted_expert_ids of the metadata call that made them."""
+
+from .calls import QUANTS, Call, same_number, value
+from .provenance import Tensors, name_of
+from .report import RuleReport
+
+NAME = "sorted_expert_ids"
+
+
+def apply(tensors: Tensors, report: RuleReport) -> None:
+    for quant in [call for call in tensors.calls.values() if call.op in QUANTS]:
+        report.matched += 1
+        found = _metadata_call(tensors, quant)
+        if isinstance(found, str):
+            report.skip(quant.node, found)
+        else:
+            quant.set_argument("sorted_expert_ids", found.result("sorted_expert_ids"))
+            report.rewritten += 1
+
+
+def _metadata_call(tensors: Tensors, quant: Call) -> Call | str:
+    """The metadata call whose ids the quant may take, or why it may take none."""
+    if quant.argument("sorted_expert_ids") is not None:
+        return "has sorted_expert_ids already"
+    calls = []
+    for name in ("expert_offsets", "blockscale_offsets"):
+        origin = tensors.origin(quant.argument(name), quant.node)
+        if isinstance(origin, str):
+            return f"{name} {origin}"
+        if origin.result != name:
+            return f"{name} is the metadata call's {origin.result}"
+        calls.append(origin.call)
+    call = calls[0]
+    if call is not calls[1]:
+        return "expert_offsets and blockscale_offsets come from two metadata calls"
+    return _reason_against(tensors, quant, call) or call
+
+
+def _reason_against(tensors: Tensors, quant: Call, call: Call) -> str | None:
+    theirs, ours = quant.argument("n_experts"), call.argument("num_experts")
+    if not same_number(theirs, ours):
+        return f"n_experts is {theirs}, num_experts of the metadata call {ours}"
+    rows, ids = value(quant.argument("input")), value(call.argument("topk_ids"))
+    if rows is None or ids is None or not same_number(rows.shape[0], ids.shape[0] * ids.shape[1]):
+        shapes = [None if t is None else list(t.shape) for t in (rows, ids)]
+        return f"its rows are not known to be those of topk_ids (input {shapes[0]}, topk_ids {shapes[1]})"
+    if call.has_result("sorted_expert_ids"):
+        sorted_ids = call.result("sorted_expert_ids")
+        if writer := tensors.first_write(sorted_ids, call.node, quant.node):
+            return f"sorted_expert_ids is written after the metadata call, by {name_of(writer)}"
+    return None
