@@ -121,13 +121,20 @@ def show(graph: fx.Graph) -> str:
     labels: dict[fx.Node, str] = {}
     lines, inputs, buffers = [], 0, 0
 
+    def label(node: fx.Node) -> "Label":
+        # Inputs by their first use: the order in which Dynamo takes them differs between Python versions.
+        nonlocal inputs
+        if node.op == "placeholder" and node not in labels:
+            labels[node], inputs = f"in{inputs}", inputs + 1
+        return Label(labels[node])
+
     def text(argument: object) -> str:
-        return str(fx.node.map_arg(argument, lambda node: Label(labels[node])))
+        return str(fx.node.map_arg(argument, label))
 
     for node in graph.nodes:
         if node.op == "placeholder":
-            labels[node], inputs = f"in{inputs}", inputs + 1
-        elif (op := _op(node)) is not None:
+            continue
+        if (op := _op(node)) is not None:
             labels[node] = f"%{len(lines)}"
             args = [text(a) for a in node.args if not isinstance(a, torch._ops.OpOverload)]
             kwargs = [f"{k}={text(v)}" for k, v in sorted(node.kwargs.items()) if not _is_default(k, v)]

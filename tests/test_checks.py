@@ -71,7 +71,8 @@ OPS = [
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32, torch.complex64,
+    torch.complex128,
 ]  # fmt: skip
 
 
@@ -174,7 +175,9 @@ mxfp4_dequantize: dtype must be torch.float32 or torch.bfloat16 or torch.float16
 @pytest.mark.parametrize("op, overload, name", CASES)
 def test_none_for_a_tensor(op, overload, name):
     arguments = good(op) | (buffers(op) if overload == "out" else {})
-    optional = ("expert_map", "sorted_expert_ids") + (("blockscale_offsets",) if op == "get_cutlass_moe_mm_data" else ())
+    optional = ["expert_map", "sorted_expert_ids"]
+    if op == "get_cutlass_moe_mm_data":
+        optional.append("blockscale_offsets")
     if not isinstance(arguments[name], torch.Tensor) or name in optional:
         pytest.skip("None is a value that it may have, or it is no tensor")
     call = getattr(getattr(ops, op), overload)

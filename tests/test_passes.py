@@ -93,12 +93,12 @@ def test_functional_before_and_after() -> None:
     assert_expected_inline(
         compiled.before,
         """\
-%0 = get_cutlass_moe_mm_data.default(in0, 4, 32, 64)
-%1 = shuffle_rows.default(add.Tensor(in1, 0), %0[4])
+%0 = get_cutlass_moe_mm_data.default(in1, 4, 32, 64)
+%1 = shuffle_rows.default(add.Tensor(in0, 0), %0[4])
 %2 = mxfp4_experts_quant.default(%1, %0[0], %0[1], 4)
 %3 = silu_and_mul_mxfp4_experts_quant.default(cat.default([%1, %1], 1), %0[0], %0[1], 4)
-%4 = get_cutlass_moe_mm_data.default(in0, 4, 32, 64)
-%5 = shuffle_rows.default(add.Tensor(in1, 1), %4[4])
+%4 = get_cutlass_moe_mm_data.default(in1, 4, 32, 64)
+%5 = shuffle_rows.default(add.Tensor(in0, 1), %4[4])
 %6 = mxfp4_experts_quant.default(%5, %4[0], %4[1], 4)
 %7 = silu_and_mul_mxfp4_experts_quant.default(cat.default([%5, %5], 1), %4[0], %4[1], 4)
 """,
@@ -106,12 +106,12 @@ def test_functional_before_and_after() -> None:
     assert_expected_inline(
         compiled.after,
         """\
-%0 = get_cutlass_moe_mm_data.default(in0, 4, 32, 64)
-%1 = shuffle_rows.default(add.Tensor(in1, 0), %0[4])
+%0 = get_cutlass_moe_mm_data.default(in1, 4, 32, 64)
+%1 = shuffle_rows.default(add.Tensor(in0, 0), %0[4])
 %2 = mxfp4_experts_quant.default(%1, %0[0], %0[1], 4, sorted_expert_ids=%0[6])
 %3 = silu_and_mul_mxfp4_experts_quant.default(cat.default([%1, %1], 1), %0[0], %0[1], 4,
     sorted_expert_ids=%0[6])
-%4 = shuffle_rows.default(add.Tensor(in1, 1), %0[4])
+%4 = shuffle_rows.default(add.Tensor(in0, 1), %0[4])
 %5 = mxfp4_experts_quant.default(%4, %0[0], %0[1], 4, sorted_expert_ids=%0[6])
 %6 = silu_and_mul_mxfp4_experts_quant.default(cat.default([%4, %4], 1), %0[0], %0[1], 4,
     sorted_expert_ids=%0[6])
@@ -171,14 +171,14 @@ def test_raw_calls_before_and_after() -> None:
     assert_expected_inline(
         compiled.before,
         """\
-%0 = get_cutlass_moe_mm_data.out(in0, 4, 32, 64, blockscale_offsets=buffer1, expert_offsets=buffer0,
+%0 = get_cutlass_moe_mm_data.out(in1, 4, 32, 64, blockscale_offsets=buffer1, expert_offsets=buffer0,
     input_permutation=buffer4, output_permutation=buffer5, problem_sizes1=buffer2, problem_sizes2=buffer3)
-%1 = shuffle_rows.default(add(in1, 0), buffer4)
+%1 = shuffle_rows.default(add(in0, 0), buffer4)
 %2 = mxfp4_experts_quant.default(%1, buffer0, buffer1, 4, None)
 %3 = silu_and_mul_mxfp4_experts_quant.default(cat((%1, %1), 1), buffer0, buffer1, 4, None)
-%4 = get_cutlass_moe_mm_data.out(in0, 4, 32, 64, blockscale_offsets=buffer7, expert_offsets=buffer6,
+%4 = get_cutlass_moe_mm_data.out(in1, 4, 32, 64, blockscale_offsets=buffer7, expert_offsets=buffer6,
     input_permutation=buffer10, output_permutation=buffer11, problem_sizes1=buffer8, problem_sizes2=buffer9)
-%5 = shuffle_rows.default(add(in1, 1), buffer10)
+%5 = shuffle_rows.default(add(in0, 1), buffer10)
 %6 = mxfp4_experts_quant.default(%5, buffer6, buffer7, 4, None)
 %7 = silu_and_mul_mxfp4_experts_quant.default(cat((%5, %5), 1), buffer6, buffer7, 4, None)
 """,
@@ -186,13 +186,13 @@ def test_raw_calls_before_and_after() -> None:
     assert_expected_inline(
         compiled.after,
         """\
-%0 = get_cutlass_moe_mm_data.out(in0, 4, 32, 64, blockscale_offsets=buffer1, expert_offsets=buffer0,
+%0 = get_cutlass_moe_mm_data.out(in1, 4, 32, 64, blockscale_offsets=buffer1, expert_offsets=buffer0,
     input_permutation=buffer4, output_permutation=buffer5, problem_sizes1=buffer2, problem_sizes2=buffer3,
     sorted_expert_ids=buffer6)
-%1 = shuffle_rows.default(add(in1, 0), buffer4)
+%1 = shuffle_rows.default(add(in0, 0), buffer4)
 %2 = mxfp4_experts_quant.default(%1, buffer0, buffer1, 4, buffer6)
 %3 = silu_and_mul_mxfp4_experts_quant.default(cat((%1, %1), 1), buffer0, buffer1, 4, buffer6)
-%4 = shuffle_rows.default(add(in1, 1), buffer4)
+%4 = shuffle_rows.default(add(in0, 1), buffer4)
 %5 = mxfp4_experts_quant.default(%4, buffer0, buffer1, 4, buffer6)
 %6 = silu_and_mul_mxfp4_experts_quant.default(cat((%4, %4), 1), buffer0, buffer1, 4, buffer6)
 """,
