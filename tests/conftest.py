@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._dynamo.utils
+import torch._inductor.config
 
 import mxfp4_ops
 from mxfp4_ops import _library
@@ -50,6 +52,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def compile_anew():
+    """No compilation of an earlier test, and counters from 0."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # A hit in the cache on disk would test what an earlier version of the package compiled to.
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
 
 
 def pytest_report_header() -> str:

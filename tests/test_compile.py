@@ -1,6 +1,6 @@
 """torch.compile: one graph, the bytes of eager, one compilation for every batch size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import reference
@@ -28,16 +28,10 @@ POISON = 77
 
 ops = torch.ops.mxfp4_ops
 
-pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _compile_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    # A hit in the cache on disk would test what an earlier version of the package compiled to.
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("compile_anew"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
+]
 
 
 # Every op in each of its forms: f(x, topk_ids, out) -> results; `out` has the structure of the results ---------------

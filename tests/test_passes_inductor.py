@@ -29,15 +29,10 @@ from mxfp4_ops import passes
 from mxfp4_ops.compat import vllm
 from mxfp4_ops.passes.inductor import SLOT, TAKES_LISTS
 
-pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _compile_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("compile_anew"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
+]
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ log = logging.getLogger("mxfp4_ops.passes")
 # Merging comes first: offsets of two identical calls are then offsets of one.
 RULES = (merge_metadata, sorted_ids)
 
-
 SOURCES = Path(__file__).parent
 
 
