@@ -51,6 +51,19 @@ struct QuantArgs {
   const char* op;
 };
 
+struct PermuteQuantArgs {
+  MetadataArgs metadata;          // tells the routed rows, R = metadata.rows, of which there may be none
+  const uint16_t* hidden_states;  // [tokens, K]; rows row_stride elements apart
+  int64_t row_stride;
+  bool is_bfloat16;
+  int64_t tokens, K;
+  uint8_t* output;        // [R, K / 2]
+  uint8_t* output_scale;  // [scale_rows, 4T]
+  int64_t scale_rows;
+  bool zero_padding;  // write the scale bytes that belong to no real row and column, too
+  int32_t device;
+};
+
 enum class FloatType { kFloat32, kBFloat16, kFloat16 };
 
 struct DequantizeArgs {

@@ -31,6 +31,18 @@ STABLE_TORCH_LIBRARY(mxfp4_ops, m) {
       "int n_experts, Tensor? sorted_expert_ids=None, *, Tensor(a!) output, Tensor(b!) output_scale) -> ()");
 
   m.def(
+      "moe_permute_mxfp4_quant(Tensor hidden_states, Tensor topk_ids, int num_experts, int n, *, bool is_gated=True, "
+      "Tensor? expert_map=None) -> (Tensor expert_offsets, Tensor blockscale_offsets, Tensor problem_sizes1, "
+      "Tensor problem_sizes2, Tensor input_permutation, Tensor output_permutation, Tensor sorted_expert_ids, "
+      "Tensor output, Tensor output_scale)");
+  m.def(
+      "moe_permute_mxfp4_quant.out(Tensor hidden_states, Tensor topk_ids, int num_experts, int n, *, "
+      "bool is_gated=True, Tensor? expert_map=None, Tensor(a!) expert_offsets, Tensor(b!)? blockscale_offsets=None, "
+      "Tensor(c!) problem_sizes1, Tensor(d!) problem_sizes2, Tensor(e!) input_permutation, "
+      "Tensor(f!) output_permutation, Tensor(g!)? sorted_expert_ids=None, Tensor(h!) output, "
+      "Tensor(i!) output_scale) -> ()");
+
+  m.def(
       "mxfp4_dequantize(Tensor packed, Tensor scale, Tensor expert_offsets, Tensor blockscale_offsets, *, "
       "ScalarType dtype) -> Tensor");
   m.def(

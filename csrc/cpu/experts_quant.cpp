@@ -4,16 +4,10 @@
 #include "backend.h"
 #include "expert_rows.h"
 #include "row_kernels.h"
+#include "scales.h"
 
 namespace mxfp4::cpu {
 namespace {
-
-// Flat scales of `blocks` blocks of scale row r, from block `first` (a multiple of 4) on, to their places in the tiles.
-void store_scales(const uint8_t* flat, int64_t first, int64_t blocks, int64_t T, int64_t r, uint8_t* expert_scale) {
-  uint8_t* tile = expert_scale + scale_byte(static_cast<uint32_t>(r), static_cast<uint32_t>(first), T);
-  for (int64_t c = 0; c < blocks; c += kTileBlocks, tile += kTileBytes)
-    std::memcpy(tile, flat + c, static_cast<size_t>(std::min(kTileBlocks, blocks - c)));
-}
 
 void check_sorted_ids(const Checks& check, const QuantArgs& a, const ExpertRows& experts) {
   for (int64_t row = 0; row < a.rows; ++row) {
@@ -34,10 +28,7 @@ void Backend::experts_quant(const QuantArgs& a) {
   if (a.sorted_expert_ids) check_sorted_ids(check, a, experts);
 
   const int64_t T = scale_tiles(a.K), scale_row_bytes = kTileBlocks * T;
-  if (a.zero_padding)
-    for_rows(a.scale_rows, scale_row_bytes, [&](int64_t begin, int64_t end) {
-      std::memset(a.output_scale + begin * scale_row_bytes, 0, (end - begin) * scale_row_bytes);
-    });
+  if (a.zero_padding) zero_rows(a.output_scale, a.scale_rows, scale_row_bytes);
 
   const RowKernels& kernels = row_kernels();
   const auto quantize = a.is_bfloat16 ? kernels.quantize_bfloat16 : kernels.quantize_float16;

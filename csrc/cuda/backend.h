@@ -3,6 +3,7 @@
 #include "../host/dequantize.h"
 #include "../host/experts_quant.h"
 #include "../host/metadata.h"
+#include "../host/moe_permute.h"
 #include "../host/shuffle_rows.h"
 
 namespace mxfp4::cuda {
@@ -12,6 +13,7 @@ struct Backend {
   static void metadata(const MetadataArgs& args);
   static void shuffle_rows(const ShuffleArgs& args);
   static void experts_quant(const QuantArgs& args);
+  static void moe_permute_mxfp4_quant(const PermuteQuantArgs& args);
   static void dequantize(const DequantizeArgs& args);
 };
 

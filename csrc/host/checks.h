@@ -4,6 +4,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tensor.h"
 
@@ -58,6 +60,11 @@ inline std::string shape_name(const Tensor& t) {
   s << "]";
   return s.str();
 }
+
+using NamedTensor = std::pair<const char*, const Tensor*>;  // null: an optional argument that was not given
+
+inline const Tensor* address(const Tensor& t) { return &t; }
+inline const Tensor* address(const OptionalTensor& t) { return t.has_value() ? &*t : nullptr; }
 
 // The checks of one call. Text is built only when a check fails.
 class Checks {
@@ -159,8 +166,7 @@ class Checks {
 
   // Kernels read and write in no order that a caller could rely on, so no buffer that one writes may share memory with
   // another argument. Tensors that a kernel reaches only through a copy cannot collide, and are passed over.
-  void no_overlap(std::initializer_list<std::pair<const char*, const Tensor*>> inputs,
-                  std::initializer_list<std::pair<const char*, const Tensor*>> outputs) const {
+  void no_overlap(const std::vector<NamedTensor>& inputs, const std::vector<NamedTensor>& outputs) const {
     for (auto out = outputs.begin(); out != outputs.end(); ++out) {
       if (out->second == nullptr) continue;
       for (const auto& in : inputs) pair_overlap(*out, in);
@@ -172,7 +178,7 @@ class Checks {
   }
 
  private:
-  void same_view(const std::pair<const char*, const Tensor*>& a, const std::pair<const char*, const Tensor*>& b) const {
+  void same_view(const NamedTensor& a, const NamedTensor& b) const {
     if (b.second == nullptr || a.second->numel() == 0 || b.second->numel() == 0) return;
     if (a.second->data_ptr() == b.second->data_ptr())
       fail(a.first, std::string("not share memory with ") + b.first, "buffers that overlap");
@@ -196,8 +202,7 @@ class Checks {
     return s;
   }
 
-  void pair_overlap(const std::pair<const char*, const Tensor*>& out,
-                    const std::pair<const char*, const Tensor*>& other) const {
+  void pair_overlap(const NamedTensor& out, const NamedTensor& other) const {
     if (other.second == nullptr || !out.second->is_contiguous()) return;
     const Stretches a = stretches(*out.second), b = stretches(*other.second);
     if (a.rows == 0 || b.rows == 0) return;

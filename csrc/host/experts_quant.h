@@ -18,6 +18,20 @@ inline QuantShapes quant_shapes(int64_t R, int64_t K, int64_t n_experts) {
   return {{R, K / 2}, {scale_rows(R, n_experts), kTileBlocks * scale_tiles(K)}};
 }
 
+using QuantResults = std::tuple<Tensor, Tensor>;  // output, output_scale
+
+inline QuantResults empty_quantized(const QuantShapes& shapes, const Tensor& like) {
+  const int32_t u8 = aoti_torch_dtype_uint8();
+  return {empty({shapes.codes[0], shapes.codes[1]}, u8, like), empty({shapes.scales[0], shapes.scales[1]}, u8, like)};
+}
+
+inline void check_quant_buffers(const Checks& check, const QuantShapes& shapes, const Tensor& output,
+                                const Tensor& output_scale, const char* like_arg, const Tensor& like) {
+  const int32_t u8 = aoti_torch_dtype_uint8();
+  check.buffer("output", output, u8, {shapes.codes[0], shapes.codes[1]}, "[R, K / 2]", like_arg, like);
+  check.buffer("output_scale", output_scale, u8, {shapes.scales[0], shapes.scales[1]}, "[S, 4T]", like_arg, like);
+}
+
 inline Checks check_experts_quant(bool silu, const Tensor& input, const Tensor& expert_offsets,
                                   const Tensor& blockscale_offsets, int64_t n_experts,
                                   const OptionalTensor& sorted_expert_ids) {
@@ -67,14 +81,10 @@ struct ExpertsQuant {
     Backend::experts_quant(args);
   }
 
-  static std::tuple<Tensor, Tensor> functional(const Tensor& input, const Tensor& expert_offsets,
-                                               const Tensor& blockscale_offsets, int64_t n_experts,
-                                               const OptionalTensor& sorted_expert_ids) {
+  static QuantResults functional(const Tensor& input, const Tensor& expert_offsets, const Tensor& blockscale_offsets,
+                                 int64_t n_experts, const OptionalTensor& sorted_expert_ids) {
     check_experts_quant(kSilu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids);
-    const QuantShapes shapes = quant_shapes(input.size(0), width(input), n_experts);
-    const int32_t u8 = aoti_torch_dtype_uint8();
-    std::tuple<Tensor, Tensor> result{empty({shapes.codes[0], shapes.codes[1]}, u8, input),
-                                      empty({shapes.scales[0], shapes.scales[1]}, u8, input)};
+    QuantResults result = empty_quantized(quant_shapes(input.size(0), width(input), n_experts), input);
     run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, std::get<0>(result),
         std::get<1>(result), true);
     return result;
@@ -85,15 +95,12 @@ struct ExpertsQuant {
                   const Tensor& output_scale) {
     const Checks check =
         check_experts_quant(kSilu, input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids);
-    const QuantShapes shapes = quant_shapes(input.size(0), width(input), n_experts);
-    check.buffer("output", output, aoti_torch_dtype_uint8(), {shapes.codes[0], shapes.codes[1]}, "[R, K / 2]", "input",
-                 input);
-    check.buffer("output_scale", output_scale, aoti_torch_dtype_uint8(), {shapes.scales[0], shapes.scales[1]},
-                 "[S, 4T]", "input", input);
+    check_quant_buffers(check, quant_shapes(input.size(0), width(input), n_experts), output, output_scale, "input",
+                        input);
     check.no_overlap({{"input", &input},
                       {"expert_offsets", &expert_offsets},
                       {"blockscale_offsets", &blockscale_offsets},
-                      {"sorted_expert_ids", sorted_expert_ids.has_value() ? &*sorted_expert_ids : nullptr}},
+                      {"sorted_expert_ids", address(sorted_expert_ids)}},
                      {{"output", &output}, {"output_scale", &output_scale}});
     Written codes(output, Backend::kAlignment, false), scales(output_scale, Backend::kAlignment, true);
     run(input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids, codes.tensor(), scales.tensor(),
