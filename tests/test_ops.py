@@ -36,8 +36,8 @@ from torch import Tensor
 
 import mxfp4_ops
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def any_nan(op: str) -> bool:
     # Which NaN a product has is the processor's choice.
