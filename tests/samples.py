@@ -323,6 +323,8 @@ PERMUTE = {
     "m129_topk8_E1300": _Permute(m=129, topk=8, E=1300, low=-100),
     "m4097_topk8_E128_K32": _Permute(m=4097, topk=8, E=128, K=32, low=-10, id_dtype=I64),
     "m5000_topk1_E3": _Permute(m=5000, topk=1, E=3, low=-1),
+    "m80_topk2_E20_K7168": _Permute(m=80, topk=2, E=20, K=7168, low=-2),
+    "m525_topk8_E17_K1056": _Permute(m=525, topk=8, E=17, K=1056, low=-2, id_dtype=I64),
     "counts_0_1_128_129": _Permute(E=5, ids=_ids_with_counts(0, 1, 128, 129, 0), K=160),
     "one_expert_thrice": _Permute(E=36, ids=[[35, 35, 35]] * 50),
     "minus_one": _Permute(E=2, ids=[[0, -1], [1, -1], [-1, -1]]),
