@@ -13,14 +13,17 @@ namespace mxfp4 {
 MXFP4_HD float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 MXFP4_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }
 MXFP4_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
-MXFP4_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+MXFP4_HD float min_of(float a, float b) { return fminf(a, b); }
+MXFP4_HD float max_of(float a, float b) { return fmaxf(a, b); }
 MXFP4_HD float bits_to_float(uint32_t u) { return __uint_as_float(u); }
 MXFP4_HD uint32_t float_to_bits(float f) { return __float_as_uint(f); }
 #else
 MXFP4_HD float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MXFP4_HD float add_rn(float a, float b) { return a + b; }
 MXFP4_HD float mul_rn(float a, float b) { return a * b; }
-MXFP4_HD float div_rn(float a, float b) { return a / b; }
+// With a NaN as a: b.
+MXFP4_HD float min_of(float a, float b) { return a < b ? a : b; }
+MXFP4_HD float max_of(float a, float b) { return a > b ? a : b; }
 MXFP4_HD float bits_to_float(uint32_t u) {
   float f;
   std::memcpy(&f, &u, sizeof f);
@@ -118,12 +121,35 @@ MXFP4_HD float e2m1_to_float(uint32_t code, float scale) {
 
 // ---- silu(gate) * up ----
 
-// exp(t) by fma, add and mul alone, each correctly rounded: Cody-Waite reduction and a polynomial of degree 6, at most
-// 1.25 * 2^-24 from exp. Selects instead of branches, so that compilers vectorise it.
-MXFP4_HD float exp_rn(float t) {
-  float z = fma_rn(t, 1.44269502f, 12582912.0f);  // 1.5 * 2^23: its last bit is worth one, so t / ln 2 is rounded
-  float n = add_rn(z, -12582912.0f);
-  float r = fma_rn(n, -0.693145752f, t);
+// a / b, correctly rounded. b and 1 / b are normal numbers, and what silu divides is not subnormal unless the quotient
+// is exact: the GPU's own division spends most of its instructions on the rest.
+template <bool kInfinite>
+MXFP4_HD float quotient_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(b));
+  const float q = mul_rn(a, reciprocal), excess = fma_rn(b, q, -a);
+  // An infinite quotient leaves a NaN here, and is right as it is.
+  if (kInfinite && excess != excess) return q;
+  return fma_rn(-excess, reciprocal, q);
+#else
+  return a / b;
+#endif
+}
+
+// gate / (1 + exp(-gate)), for |gate| <= 80 or, with kAny, for all that 16 bits can hold. exp by fma and add alone,
+// each correctly rounded: Cody-Waite reduction and a polynomial of degree 6, at most 1.25 * 2^-24 off. With kAny all is
+// divided by 16, exactly, so that exp, 1 + exp and its reciprocal are normal numbers for every gate.
+template <bool kAny>
+MXFP4_HD float silu(float gate) {
+  constexpr float kUnit = kAny ? 0.0625f : 1.0f;
+  // From 80 on, 1 + exp is 1; below -88.72 exp is Inf, and its place is taken by a gate of zero.
+  const float t = kAny ? min_of(max_of(gate, -88.75f), 80.0f) : gate;
+  // 1.5 * 2^23: the last bit is worth one, so -t / ln 2 is rounded, and the low bits hold it (less 4, with kAny).
+  constexpr float kMagic = kAny ? 12582908.0f : 12582912.0f;
+  const float z = fma_rn(t, -1.44269502f, kMagic);
+  const float n = add_rn(z, -kMagic);
+  float r = fma_rn(n, -0.693145752f, -t);
   r = fma_rn(n, -1.42860677e-06f, r);
   float p = 1.37805939e-3f;
   p = fma_rn(p, r, 8.37312452e-3f);
@@ -132,16 +158,9 @@ MXFP4_HD float exp_rn(float t) {
   p = fma_rn(p, r, 4.99999851e-1f);
   p = fma_rn(p, r, 1.0f);
   p = fma_rn(p, r, 1.0f);
-  // The low bits of z hold n. 2^n in two exact steps, so that n = 128 and the subnormal results work.
-  int32_t i = static_cast<int32_t>(float_to_bits(z) - 0x4b400000u);
-  int32_t a = i >> 1, b = i - a;
-  float two_a = bits_to_float(static_cast<uint32_t>(a + 127) << 23);
-  float two_b = bits_to_float(static_cast<uint32_t>(b + 127) << 23);
-  float e = mul_rn(mul_rn(p, two_a), two_b);
-  e = t > 88.7228394f ? bits_to_float(0x7f800000u) : e;
-  return t < -104.0f ? 0.0f : e;
+  const float exp = bits_to_float(float_to_bits(p) + (float_to_bits(z) << 23));
+  if (kAny) gate = mul_rn(gate, gate < -88.7228394f ? 0.0f : kUnit);  // -Inf becomes NaN here
+  return quotient_rn<kAny>(gate, add_rn(exp, kUnit));
 }
-
-MXFP4_HD float silu_and_mul(float gate, float up) { return mul_rn(div_rn(gate, add_rn(1.0f, exp_rn(-gate))), up); }
 
 }  // namespace mxfp4

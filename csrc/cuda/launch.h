@@ -44,6 +44,9 @@ class OnDevice {
     return value;
   }
 
+  // Whether kernels may start before the one in front of them has ended (programmatic dependent launch).
+  bool has_dependent() const { return attribute("mxfp4_ops", cudaDevAttrComputeCapabilityMajor) >= 9; }
+
   // Uninitialised memory of torch's caching allocator, safe to drop once the launch is queued.
   Tensor scratch(int64_t ints) const {
     const int64_t stride = 1;
@@ -57,6 +60,28 @@ class OnDevice {
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
+};
+
+struct Launch {
+  dim3 blocks, threads;
+  size_t shared;
+  cudaStream_t stream;
+  bool dependent = false;  // may start while the kernel before it runs, and says itself when it waits
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(const char* op, void (*kernel)(Parameters...), Arguments... arguments) const {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = dependent ? 1 : 0;
+    check_cuda(op, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  }
 };
 
 // A block holds threads.x lanes along the units of a row and threads.y rows; a row is blocks.y * blocks.z blocks long
@@ -79,6 +104,9 @@ inline RowGrid row_grid(int64_t rows, int64_t units, int per_lane, int64_t extra
 }
 
 // Few units: one a lane, for the latency of a lane counts. Many of long rows: four loads in flight each.
-inline bool many_units(int64_t rows, int64_t units) { return units >= 128 && rows * units >= int64_t{1} << 18; }
+constexpr int64_t kWideColumns = 1024;
+inline bool many_units(int64_t rows, int64_t units) {
+  return units >= kWideColumns / 8 && rows * units >= int64_t{1} << 18;
+}
 
 }  // namespace mxfp4::cuda

@@ -4,6 +4,7 @@
 #include "e2m1.cuh"
 #include "experts.cuh"
 #include "rows.cuh"
+#include "scales.cuh"
 
 namespace mxfp4::cuda {
 
@@ -38,14 +39,15 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a)
   const int E = static_cast<int>(a.num_experts);
   const int expert = search(a.expert_offsets, E, row);
   if (!in_range) return;
-  const ScaleRow s = scale_row(a.expert_offsets, a.blockscale_offsets, E, a.scale_rows, row, expert);
+  const int scales =
+      expert < E ? scale_row(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.scale_rows), row, expert) : -1;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = first + i * blockDim.x;
     if (u >= units) continue;
     float v[8] = {};
-    if (s.valid) {
-      const float scale = scale_to_float(a.scale[scale_address(s, tiles, u / 4)]);
+    if (scales >= 0) {
+      const float scale = scale_to_float(a.scale[scale_address(scales, u / 16, tiles) + u / 4 % 4]);
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = e2m1_to_float(codes[i] >> (4 * j) & 15u, scale);
     }

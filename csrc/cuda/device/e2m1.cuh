@@ -38,53 +38,161 @@ __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
   return r;
 }
 
-// Two f16 that hold v * 2^-14 to two codes at bits 0..3 and 16..19. 2^-14 puts E2M1's subnormal step on f16's
-// exponents, so that one integer rounding at mantissa bit 9 serves all magnitudes. NaN, which conversion made positive,
-// becomes 7.
-__device__ __forceinline__ uint32_t e2m1_pair(uint32_t h) {
-  const uint32_t magnitude = h & 0x7fff7fffu;
-  uint32_t code = ((magnitude + 0x00ff00ffu + ((magnitude >> 9) & 0x00010001u)) >> 9) & 0x007f007fu;
-  code = __vminu2(code, 0x00070007u);
-  return code | ((h >> 12) & 0x00080008u);
+template <typename T>
+__device__ __forceinline__ uint32_t mul_pair(uint32_t a, uint32_t b) {
+  uint32_t r;
+  if constexpr (T::kBias == 15) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));  // -0 keeps the sign of zero
+  return r;
 }
 
-// Codes of four values scaled by `inverse`, which is 0 for the scale bytes 0 (signed zeros are left) and 0xff (where
-// NaN and Inf become 7).
 template <typename T>
-__device__ __forceinline__ uint32_t codes_of_pair(uint32_t a, uint32_t b, float inverse, uint32_t s) {
-  // a holds columns 2i and 2i+1, b columns 2i+4 and 2i+5: the result has codes at bits 0, 4, 16 and 20.
-  const float a0 = low_to_float<T>(a), a1 = high_to_float<T>(a), b0 = low_to_float<T>(b), b1 = high_to_float<T>(b);
-  if constexpr (T::kBias == 127) {
-    const float f = inverse * 6.103515625e-05f;  // bf16 times a power of two is exact in f16 at these magnitudes
-    return e2m1_pair(round_pair<Float16>(a0 * f, b0 * f)) | e2m1_pair(round_pair<Float16>(a1 * f, b1 * f)) << 4;
-  } else {
-    auto code = [&](float v) { return s == kScaleNaN && !(v - v == 0.0f) ? 7u : e2m1_from_float(v * inverse); };
-    return code(a0) | code(a1) << 4 | code(b0) << 16 | code(b1) << 20;
-  }
+__device__ __forceinline__ uint32_t add_pair(uint32_t a, uint32_t b) {
+  uint32_t r;
+  if constexpr (T::kBias == 15) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
+  return r;
 }
+
+__device__ __forceinline__ constexpr uint32_t twice(uint32_t half) { return (half & 0xffffu) << 16 | (half & 0xffffu); }
+
+constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+
+// Two scaled magnitudes, of which only those below the least tie may be inexact, to two codes at bits 0..2 and 16..18:
+// the sums with 2^j have their last bit at E2M1's steps of 0.5, 1 and 2, so that the adds round, to even, and count
+// steps; the right count is the least of the three.
+template <typename T>
+__device__ __forceinline__ uint32_t e2m1_magnitudes(uint32_t v) {
+  constexpr uint32_t kBits = T::kBias == 15 ? 10 : 7;            // of the significand
+  constexpr uint32_t kHalves = (T::kBias + kBits - 1) << kBits;  // 2^j whose last bit is worth 0.5
+  constexpr uint32_t kOnes = kHalves + (1u << kBits), kTwos = kOnes + (1u << kBits);
+  uint32_t code = __vminu2(add_pair<T>(v, twice(kTwos)), twice(kTwos + 3));
+  code = __viaddmin_u16x2(code, twice(kOnes - kTwos + 2), add_pair<T>(v, twice(kOnes)));
+  code = __viaddmin_u16x2(code, twice(kHalves - kOnes + 2), add_pair<T>(v, twice(kHalves)));
+  return code & 0x00070007u;
+}
+
+// A block's scale byte, and 2^(127 - s) for a pair, as one factor or two.
+template <typename T>
+struct BlockScale {
+  uint32_t byte, factor, factor2;
+
+  // m: the largest magnitude of the block, in both halves.
+  __device__ __forceinline__ explicit BlockScale(uint32_t m) {
+    // Both halves as a float32 serve for bfloat16: the low one is below what decides.
+    const uint32_t bits = T::kBias == 127 ? m : float_to_bits(low_to_float<T>(m));
+    const int exponent = static_cast<int>((bits + 0x00200000u) >> 23);
+    byte = static_cast<uint32_t>(max(exponent - 2, 0));
+    if constexpr (T::kBias == 127) {
+      factor = exponent > 2 ? 0x80008000u - static_cast<uint32_t>(exponent) * 0x00800080u : 0;
+    } else {
+      // -28 is enough for what stands beside an Inf: 65504 * 2^-28 rounds to zero.
+      const int wanted = 129 - exponent, first = min(max(wanted, -14), 15), second = max(wanted - first, -14);
+      factor = exponent > 2 ? static_cast<uint32_t>(first + 15) * 0x04000400u : 0;
+      factor2 = static_cast<uint32_t>(min(second, 15) + 15) * 0x04000400u;
+    }
+  }
+
+  __device__ __forceinline__ uint32_t scaled(uint32_t pair) const {
+    pair = mul_pair<T>(pair, factor);
+    if constexpr (T::kBias == 15) pair = mul_pair<T>(pair, factor2);
+    return pair;
+  }
+};
 
 // Values w of 8 columns to their 8 codes (column i at bits 4i) and the scale byte. Lanes 4j to 4j+3 hold one block;
 // every lane of the warp takes part.
 template <typename T>
 __device__ __forceinline__ uint32_t quantize8(const uint4& w, uint32_t& scale) {
-  constexpr uint32_t kMagnitude = 0x7fff7fffu;
-  uint32_t m =
-      max_pair<T>(max_pair<T>(w.x & kMagnitude, w.y & kMagnitude), max_pair<T>(w.z & kMagnitude, w.w & kMagnitude));
+  const uint32_t a[4] = {w.x & kMagnitudes, w.y & kMagnitudes, w.z & kMagnitudes, w.w & kMagnitudes};
+  uint32_t m = max_pair<T>(max_pair<T>(a[0], a[1]), max_pair<T>(a[2], a[3]));
   m = max_pair<T>(m, __shfl_xor_sync(kAllLanes, m, 1));
   m = max_pair<T>(m, __shfl_xor_sync(kAllLanes, m, 2));
-  m = max_pair<T>(m, m >> 16);
-  scale = scale_from_amax(float_to_bits(low_to_float<T>(m)) & 0x7fffffffu);
-  const float inverse = inverse_scale(scale);
-  return codes_of_pair<T>(w.x, w.z, inverse, scale) | codes_of_pair<T>(w.y, w.w, inverse, scale) << 8;
+  m = max_pair<T>(m, __byte_perm(m, m, 0x1032)) & kMagnitudes;
+  const BlockScale<T> block(m);
+  scale = block.byte;
+  uint32_t codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) codes[i] = e2m1_magnitudes<T>(block.scaled(a[i]));
+  const uint32_t values[4] = {w.x, w.y, w.z, w.w};
+  uint32_t signs = 0x00080008u;
+  if (__builtin_expect(m > twice(T::kInf) + 0xffffu, 0)) {  // a NaN: it and Inf become 7, and the rest zero
+    scale = kScaleNaN;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t infinite = __vcmpgeu2(a[i], twice(T::kInf));
+      codes[i] = (infinite & 0x00070007u) | (~infinite & signs & (values[i] >> 12));
+    }
+    signs = 0;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) codes[i] |= values[i] >> 12 & signs;
+  const uint32_t first = codes[0] + codes[1] * 256u, second = codes[2] + codes[3] * 256u;
+  // Even columns are in the low halves, odd ones in the high halves.
+  return __byte_perm(first, second, 0x5410) + __byte_perm(first, second, 0x7632) * 16u;
 }
 
-template <typename T>
-__device__ __forceinline__ uint4 silu_and_mul8(const uint4& gate, const uint4& up) {
-  auto pair = [](uint32_t g, uint32_t u) {
-    return round_pair<T>(silu_and_mul(low_to_float<T>(g), low_to_float<T>(u)),
-                         silu_and_mul(high_to_float<T>(g), high_to_float<T>(u)));
-  };
-  return make_uint4(pair(gate.x, up.x), pair(gate.y, up.y), pair(gate.z, up.z), pair(gate.w, up.w));
+// ---- silu(gate) * up, of eight columns ----
+
+// Whether all of a lane's eight magnitudes, as bits, are from `least` to `most`.
+__device__ __forceinline__ bool all_within(const uint4& w, uint32_t least, uint32_t most) {
+  const uint32_t a[4] = {w.x & kMagnitudes, w.y & kMagnitudes, w.z & kMagnitudes, w.w & kMagnitudes};
+  const uint32_t low = __vminu2(__vminu2(a[0], a[1]), __vminu2(a[2], a[3]));
+  const uint32_t high = __vmaxu2(__vmaxu2(a[0], a[1]), __vmaxu2(a[2], a[3]));
+  return (least == 0 || __vminu2(low, twice(least)) == twice(least)) && __vmaxu2(high, twice(most)) == twice(most);
 }
+
+template <typename T, bool kAny>
+__device__ __forceinline__ uint32_t silu_and_mul2(uint32_t gate, uint32_t up) {
+  return round_pair<T>(mul_rn(silu<kAny>(low_to_float<T>(gate)), low_to_float<T>(up)),
+                       mul_rn(silu<kAny>(high_to_float<T>(gate)), high_to_float<T>(up)));
+}
+
+// For any gates; in a short loop, through which the registers rotate.
+template <typename T>
+__device__ __forceinline__ uint4 silu_and_mul8_of_any(uint4 gate, uint4 up) {
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t result = silu_and_mul2<T, true>(gate.x, up.x);
+    gate = make_uint4(gate.y, gate.z, gate.w, result);
+    up = make_uint4(up.y, up.z, up.w, up.x);
+  }
+  return gate;
+}
+
+// Computes each silu.
+template <typename T>
+struct Silu {
+  static constexpr uint32_t kEighty = T::kBias == 127 ? 0x42a0 : 0x5500;
+
+  __device__ __forceinline__ uint4 operator()(const uint4& gate, const uint4& up) const {
+    if (__builtin_expect(!all_within(gate, 0, kEighty), 0)) return silu_and_mul8_of_any<T>(gate, up);
+    return make_uint4(silu_and_mul2<T, false>(gate.x, up.x), silu_and_mul2<T, false>(gate.y, up.y),
+                      silu_and_mul2<T, false>(gate.z, up.z), silu_and_mul2<T, false>(gate.w, up.w));
+  }
+};
+
+// Looks up the silu of every bfloat16 from 2^-16 to 80 and from -80 to -2^-16 in shared memory.
+struct SiluTable {
+  static constexpr uint32_t kLeast = 0x3780, kMost = Silu<BFloat16>::kEighty, kSize = kMost - kLeast + 1;
+  const float* table;  // [2][kSize]: of positive and of negative gates
+
+  static __device__ __forceinline__ void fill(float* table, int thread, int threads) {
+#pragma unroll 1
+    for (uint32_t i = thread; i < 2 * kSize; i += threads)
+      table[i] = silu<false>(BFloat16::to_float(i < kSize ? kLeast + i : 0x8000u + kLeast + (i - kSize)));
+  }
+
+  __device__ __forceinline__ uint32_t pair(uint32_t gate, uint32_t up) const {
+    const uint32_t index = (gate >> 15 & 0x00010001u) * kSize + ((gate & kMagnitudes) - twice(kLeast));
+    return round_pair<BFloat16>(mul_rn(table[index & 0xffffu], low_to_float<BFloat16>(up)),
+                                mul_rn(table[index >> 16], high_to_float<BFloat16>(up)));
+  }
+
+  __device__ __forceinline__ uint4 operator()(const uint4& gate, const uint4& up) const {
+    if (__builtin_expect(!all_within(gate, kLeast, kMost), 0)) return silu_and_mul8_of_any<BFloat16>(gate, up);
+    return make_uint4(pair(gate.x, up.x), pair(gate.y, up.y), pair(gate.z, up.z), pair(gate.w, up.w));
+  }
+};
 
 }  // namespace mxfp4::cuda

@@ -44,28 +44,16 @@ __device__ __forceinline__ int search(const int32_t* __restrict__ offsets, int n
   return blockDim.x >= 32 ? search_warp(offsets, num_experts, row) : search_thread(offsets, num_experts, row);
 }
 
-struct ScaleRow {
-  bool valid;
-  int32_t first;  // first scale row of the expert
-  uint32_t r;     // row within the expert
-};
-
-__device__ __forceinline__ ScaleRow scale_row(const int32_t* __restrict__ expert_offsets,
-                                              const int32_t* __restrict__ blockscale_offsets, int num_experts,
-                                              int64_t scale_rows, int row, int expert) {
-  ScaleRow s{false, 0, 0};
-  if (expert < 0 || expert >= num_experts) return s;
-  const int32_t begin = expert_offsets[expert], end = expert_offsets[expert + 1];
-  s.first = blockscale_offsets[expert];
-  s.r = static_cast<uint32_t>(row) - static_cast<uint32_t>(begin);
-  s.valid = begin >= 0 && row >= begin && row < end && s.first >= 0 &&
-            int64_t{s.first} + (s.r / kTileRows + 1) * kTileRows <= scale_rows;
-  return s;
-}
-
-// Scale byte of a row's block of 32 columns.
-__device__ __forceinline__ int64_t scale_address(const ScaleRow& s, int tiles, unsigned block) {
-  return int64_t{s.first} * (4 * tiles) + scale_byte(s.r, block, tiles);
+// Row of the scale tensor that a row of an expert has, -1 if none: the offsets may be wrong.
+__device__ __forceinline__ int scale_row(const int32_t* __restrict__ expert_offsets,
+                                         const int32_t* __restrict__ blockscale_offsets, int scale_rows, int row,
+                                         int expert) {
+  const int begin = expert_offsets[expert], end = expert_offsets[expert + 1], first = blockscale_offsets[expert];
+  if (begin < 0 || row < begin || row >= end || first < 0) return -1;
+  const auto r = static_cast<unsigned>(row - begin);
+  // The whole tile must be there. Both terms are below 2^31.
+  return static_cast<unsigned>(first) + (r | 127u) < static_cast<unsigned>(scale_rows) ? static_cast<int>(first + r)
+                                                                                       : -1;
 }
 
 }  // namespace mxfp4::cuda

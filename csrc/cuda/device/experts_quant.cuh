@@ -4,124 +4,101 @@
 #include "e2m1.cuh"
 #include "experts.cuh"
 #include "rows.cuh"
+#include "scales.cuh"
 
 namespace mxfp4::cuda {
 
-// Zeroes what no row writes in one row of scale tiles: rows behind an expert's last, and the slack around experts.
-__device__ __forceinline__ void zero_scale_tiles(const QuantArgs& a, int tile_row, int tiles) {
+// Of a row of scale tiles: the padding behind an expert's last row, and the slack around experts. Out of line, as is
+// what else rows rarely need: straight code is on its way before it is wanted.
+__device__ __noinline__ void zero_padding(const QuantArgs& a, int tile_row, int tiles) {
   const int E = static_cast<int>(a.num_experts), first_row = tile_row * static_cast<int>(kTileRows);
   const int e = search(a.blockscale_offsets, E, first_row);
-  int64_t rows = 0;  // of this tile that belong to somebody
+  int64_t rows = 0;
   if (e < E && first_row >= a.blockscale_offsets[e])
     rows = int64_t{a.expert_offsets[e + 1]} - a.expert_offsets[e] - (first_row - a.blockscale_offsets[e]);
-  if (rows >= kTileRows) return;
-  uint8_t* tile = a.output_scale + static_cast<int64_t>(tile_row) * tiles * kTileBytes;
-  const int words = tiles * 32;  // of 16 bytes: the scales of rows g, g + 32, g + 64 and g + 96
   const int threads = blockDim.x * blockDim.y;
-  for (int w = chunk_index() * threads + threadIdx.y * blockDim.x + threadIdx.x; w < words;
-       w += threads * chunk_count()) {
-    const int g = w % 32;
-    uint32_t* scales = reinterpret_cast<uint32_t*>(tile + static_cast<int64_t>(w) * 16);
-    if (g >= rows) {
-      *reinterpret_cast<uint4*>(scales) = make_uint4(0, 0, 0, 0);
-    } else {
-#pragma unroll
-      for (int j = 1; j < 4; ++j)
-        if (g + 32 * j >= rows) scales[j] = 0;
-    }
-  }
+  zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * tiles * kTileBytes, rows, tiles,
+                chunk_index() * threads + threadIdx.y * blockDim.x + threadIdx.x, threads * chunk_count());
 }
 
-// Scales of up to four neighbouring blocks of a row from `block`, a multiple of 4, on; the low byte is the first.
-__device__ __forceinline__ void store_scales(const QuantArgs& a, const ScaleRow& s, int tiles, unsigned block,
-                                             uint32_t word) {
-  uint8_t* target = a.output_scale + scale_address(s, tiles, block);
-  const unsigned blocks = static_cast<unsigned>(a.K / kBlock) - block;
-  if (blocks >= 4 || a.zero_padding) {
-    *reinterpret_cast<uint32_t*>(target) = word;
-  } else {
-    for (unsigned c = 0; c < blocks; ++c) target[c] = static_cast<uint8_t>(word >> (8 * c));
-  }
+// By search; of the lanes that are `lost`, the others keep theirs.
+__device__ __noinline__ int scale_row_by_offset(const QuantArgs& a, bool lost, int row, int target) {
+  const int E = static_cast<int>(a.num_experts), expert = search(a.expert_offsets, E, row);
+  if (!lost) return target;
+  return expert < E ? scale_row(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.scale_rows), row, expert)
+                    : -1;
 }
 
-// One unit a lane: 4 bytes of codes; the scales of a tile's row come from lanes 4 apart.
-__device__ __forceinline__ void store_units(const QuantArgs& a, const ScaleRow& s, int row, int units, int tiles, int u,
-                                            bool store, const uint32_t (&codes)[1], const uint32_t (&scale)[1]) {
-  if (store) reinterpret_cast<uint32_t*>(a.output)[static_cast<int64_t>(row) * units + u] = codes[0];
-  const uint32_t first = store ? scale[0] : 0;
-  const uint32_t s1 = __shfl_down_sync(kAllLanes, first, 4), s2 = __shfl_down_sync(kAllLanes, first, 8);
-  const uint32_t s3 = __shfl_down_sync(kAllLanes, first, 12);
-  if (!store || !s.valid || threadIdx.x % 16 != 0) return;
-  const unsigned lanes = blockDim.x - threadIdx.x;  // of this row from here on; beyond lie other rows
-  store_scales(a, s, tiles, u / 4,
-               first | (lanes > 4 ? s1 << 8 : 0) | (lanes > 8 ? s2 << 16 : 0) | (lanes > 12 ? s3 << 24 : 0));
-}
+// What becomes of gate and up where there is no silu.
+struct NoSilu {
+  __device__ __forceinline__ uint4 operator()(const uint4& w, const uint4&) const { return w; }
+};
 
-// Four units a lane, blockDim.x apart: the four lanes of a block exchange them, so that each stores 16 bytes, the codes
-// of a whole block, and knows that block's scale.
-__device__ __forceinline__ void store_units(const QuantArgs& a, const ScaleRow& s, int row, int units, int tiles, int u,
-                                            bool in_range, uint32_t (&codes)[4], const uint32_t (&scale)[4]) {
-  const int sub = threadIdx.x & 3;
-  auto exchange = [&](uint32_t& low, uint32_t& high, bool upper, int distance) {
-    const uint32_t received = __shfl_xor_sync(kAllLanes, upper ? low : high, distance);
-    (upper ? low : high) = received;
-  };
-  exchange(codes[0], codes[1], sub & 1, 1);
-  exchange(codes[2], codes[3], sub & 1, 1);
-  exchange(codes[0], codes[2], sub & 2, 2);
-  exchange(codes[1], codes[3], sub & 2, 2);
-  const int mine = u - sub + sub * blockDim.x;  // first unit of the block that this lane now has
-  const bool store = in_range && mine < units;
-  uint32_t word = sub & 2 ? (sub & 1 ? scale[3] : scale[2]) : (sub & 1 ? scale[1] : scale[0]);
-  if (!store) word = 0;
-  word |= __shfl_down_sync(kAllLanes, word, 4) << 8;
-  word |= __shfl_down_sync(kAllLanes, word, 8) << 16;
-  if (!store) return;
-  uint32_t* output = reinterpret_cast<uint32_t*>(a.output) + static_cast<int64_t>(row) * units + mine;
-  *reinterpret_cast<uint4*>(output) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
-  if (s.valid && (threadIdx.x & 12) == 0) store_scales(a, s, tiles, mine / 4, word);
-}
-
-template <typename T, bool kSilu, int kPerLane>
-__global__ void __launch_bounds__(256) experts_quant_kernel(const QuantArgs a, const unsigned row_blocks) {
-  const int tiles = static_cast<int>(scale_tiles(a.K)), units = static_cast<int>(a.K / 8);
-  if (blockIdx.x >= row_blocks) return zero_scale_tiles(a, static_cast<int>(blockIdx.x - row_blocks), tiles);
-
-  const int row = routed_row_index(), first = static_cast<int>(first_unit<kPerLane>());
-  const bool in_range = row < a.rows;
+// One row, or what a CTA's y rows are at `row`.
+template <typename T, bool kSilu, bool kSearch, int kPerLane, typename Activation>
+__device__ __forceinline__ void quantize_row(const QuantArgs& a, const RowShape& shape, int row,
+                                             const Activation& activation) {
+  const int E = static_cast<int>(a.num_experts);
+  const RowLane lane{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                     static_cast<int>(first_unit<kPerLane>())};
+  const bool in_range = row < static_cast<int>(a.rows);
+  int expert = E;
+  if (!kSearch && in_range) expert = __ldg(a.sorted_expert_ids + row);
   uint4 w[kPerLane], up[kPerLane];
   const uint4* input = reinterpret_cast<const uint4*>(a.input + row * a.row_stride);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    const int u = first + i * blockDim.x;
-    const bool load = in_range && u < units;
+    const int u = lane.first + i * lane.lanes;
+    const bool load = in_range && u < shape.units;
     w[i] = load ? __ldg(input + u) : make_uint4(0, 0, 0, 0);
-    if constexpr (kSilu) up[i] = load ? __ldg(input + units + u) : make_uint4(0, 0, 0, 0);
+    if constexpr (kSilu) up[i] = load ? __ldg(input + shape.units + u) : make_uint4(0, 0, 0, 0);
   }
 
-  const int E = static_cast<int>(a.num_experts);
-  int expert = E;
-  if (a.sorted_expert_ids == nullptr) expert = search(a.expert_offsets, E, row);
-  else if (in_range) expert = a.sorted_expert_ids[row];
-  ScaleRow s{false, 0, 0};
-  if (in_range) s = scale_row(a.expert_offsets, a.blockscale_offsets, E, a.scale_rows, row, expert);
-  const bool has_expert = s.valid, lost = in_range && !has_expert;
+  if constexpr (kSearch) expert = search(a.expert_offsets, E, row);
+  const bool has_expert = static_cast<unsigned>(expert) < static_cast<unsigned>(E);
+  int target = in_range && has_expert
+                   ? scale_row(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.scale_rows), row, expert)
+                   : -1;
   // The id says none, the offsets may say otherwise: then no row writes these scales and no tile counts them as
   // padding.
-  if (a.zero_padding && a.sorted_expert_ids != nullptr && __any_sync(kAllLanes, lost)) {
-    const int by_offset = search(a.expert_offsets, E, row);
-    if (lost) s = scale_row(a.expert_offsets, a.blockscale_offsets, E, a.scale_rows, row, by_offset);
-  }
+  if (!kSearch && a.zero_padding && __builtin_expect(__any_sync(kAllLanes, in_range && target < 0), 0))
+    target = scale_row_by_offset(a, in_range && target < 0, row, target);
 
   uint32_t codes[kPerLane], scale[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if constexpr (kSilu) w[i] = silu_and_mul8<T>(w[i], up[i]);
+    if constexpr (kSilu) w[i] = activation(w[i], up[i]);
     codes[i] = quantize8<T>(w[i], scale[i]);
-    if (!has_expert) codes[i] = scale[i] = 0;
   }
-  const bool store = in_range && (kPerLane > 1 || first < units);
-  store_units(a, s, row, units, tiles, first, store, codes, scale);
+  auto packed = pack(codes, scale, lane, in_range, shape.units);
+  if (!has_expert) packed.clear();
+  if (packed.store)
+    store_codes(reinterpret_cast<uint32_t*>(a.output) + static_cast<int64_t>(row) * shape.units + packed.unit, packed);
+  if (packed.store_scales && target >= 0)
+    store_scales(a.output_scale + scale_address(target, packed.unit / 16, shape.tiles), packed.scales,
+                 scale_bytes(packed.unit / 4, shape.blocks(), a.zero_padding));
+}
+
+template <typename T, bool kSilu, bool kSearch, int kPerLane>
+__global__ void __launch_bounds__(256)
+    experts_quant_kernel(const __grid_constant__ QuantArgs a, const RowShape shape, const unsigned row_blocks) {
+  if (blockIdx.x >= row_blocks) return zero_padding(a, static_cast<int>(blockIdx.x - row_blocks), shape.tiles);
+  quantize_row<T, kSilu, kSearch, kPerLane>(a, shape, routed_row_index(), std::conditional_t<kSilu, Silu<T>, NoSilu>{});
+}
+
+// For so many rows that CTAs which take one after the other, and share a table of silu, are worth its making.
+template <bool kSearch>
+__global__ void __launch_bounds__(256)
+    silu_table_quant_kernel(const __grid_constant__ QuantArgs a, const RowShape shape, const unsigned row_blocks) {
+  if (blockIdx.x >= row_blocks) return zero_padding(a, static_cast<int>(blockIdx.x - row_blocks), shape.tiles);
+  __shared__ float table[2 * SiluTable::kSize];
+  SiluTable::fill(table, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y);
+  __syncthreads();
+  const int rows = static_cast<int>(a.rows), step = static_cast<int>(row_blocks * blockDim.y);
+  // To the end of the last CTA row, so that whole warps go on together.
+#pragma unroll 1
+  for (int row = routed_row_index(); row - static_cast<int>(threadIdx.y) < rows; row += step)
+    quantize_row<BFloat16, true, kSearch, 4>(a, shape, row, SiluTable{table});
 }
 
 }  // namespace mxfp4::cuda

@@ -1,14 +1,22 @@
 // Router ids to the arrays of the routed rows: a counting sort whose counters are one histogram a warp, each warp
-// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing. One CTA does it all,
-// or several share the slots, after a launch in which each has counted its own.
+// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing.
 #pragma once
 #include "../../args.h"
 #include "../../layout.h"
+#include "dependent_launch.cuh"
 #include "experts.cuh"
+#include "slots.cuh"
 
 namespace mxfp4::cuda {
 
 constexpr int kMetadataThreads = 1024;
+
+__device__ __forceinline__ int32_t sum(const int32_t* values, int count, int stride) {
+  int32_t result = 0;
+#pragma unroll 8
+  for (int i = 0; i < count; ++i) result += values[static_cast<int64_t>(i) * stride];
+  return result;
+}
 
 // Lanes with the same expert, one ballot for each bit of the id: faster than match.any.
 __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
@@ -21,12 +29,24 @@ __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
   return mask;
 }
 
-// The expert of a slot, num_experts if it has none here. Compared in 64 bits: no id is cut before it is checked.
+// The whole op for few slots. Warps take the experts in groups of 32, and then the slots.
 template <typename Id>
-__device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
-  int64_t id = static_cast<const Id*>(a.topk_ids)[slot];
-  if (a.has_expert_map) id = id >= 0 && id < a.expert_map_size ? a.expert_map[id] : -1;
-  return static_cast<int>(id >= 0 && id < a.num_experts ? id : a.num_experts);
+__global__ void __launch_bounds__(256) metadata_few_kernel(const __grid_constant__ MetadataArgs a) {
+  extern __shared__ __align__(16) uint32_t counters[];
+  const Slots slots(a, counters);
+  slots.count<Id>(blockDim.x, [] { __syncthreads(); });
+  __syncthreads();
+  const int groups = (static_cast<int>(a.num_experts) + 31) / 32, tasks = groups + static_cast<int>(a.rows);
+  const int warps = blockDim.x / 32;
+#pragma unroll 1
+  for (int i = blockIdx.x * warps + threadIdx.x / 32; i < tasks; i += gridDim.x * warps) {
+    if (i < groups) {
+      slots.write_experts(i);
+    } else {
+      const auto place = slots.place(i - groups);
+      if (threadIdx.x % 32 == 0) slots.write(i - groups, place);
+    }
+  }
 }
 
 // Who takes which slots: CTAs `span` slots each, their first `slot_warps` warps `stretch` each, all multiples of 32.
@@ -38,28 +58,30 @@ struct Shares {
 // counts[cta][E]: how many slots of each CTA of the next launch go to each expert.
 template <typename Id>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
-    count_experts_kernel(const MetadataArgs a, const Shares shares, int32_t* counts) {
-  extern __shared__ int32_t histogram[];
+    count_experts_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* counts) {
+  extern __shared__ __align__(16) int32_t shared[];
+  launch_dependents();
   const int E = static_cast<int>(a.num_experts);
   const int64_t begin = blockIdx.x * shares.span, end = min(begin + shares.span, a.rows);
-  for (int e = threadIdx.x; e < E; e += blockDim.x) histogram[e] = 0;
+  for (int e = threadIdx.x; e < E; e += blockDim.x) shared[e] = 0;
   __syncthreads();
   for (int64_t slot = begin + threadIdx.x; slot < end; slot += blockDim.x) {
     const int expert = expert_of<Id>(a, slot);
-    if (expert < E) atomicAdd(&histogram[expert], 1);
+    if (expert < E) atomicAdd(&shared[expert], 1);
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < E; e += blockDim.x) counts[int64_t{blockIdx.x} * E + e] = histogram[e];
+  for (int e = threadIdx.x; e < E; e += blockDim.x) counts[int64_t{blockIdx.x} * E + e] = shared[e];
 }
 
 // histograms: [slot_warps][E], in shared memory where that is large enough, else in `scratch` (then of a single CTA).
 // counts: of count_experts_kernel where there are several CTAs, else null.
 template <typename Id, bool kShared>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
-    metadata_kernel(const MetadataArgs a, const Shares shares, int32_t* __restrict__ scratch,
+    metadata_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* __restrict__ scratch,
                     const int32_t* __restrict__ counts) {
-  extern __shared__ int32_t shared[];
+  extern __shared__ __align__(16) int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
+  launch_dependents();
   int32_t* histograms = shared;
   if constexpr (!kShared) histograms = scratch;
   const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31,
@@ -97,23 +119,25 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
   }
   __syncthreads();
 
+  wait_for_prior_launch();  // the counts
   // Experts: counts, their running sums, and for each warp the sorted row of its first slot of the expert.
   int32_t rows_before = 0, tiles_before = 0;  // of the experts of earlier rounds
   for (int base = 0; base < E; base += threads) {
     const int e = base + tid;
     int32_t count = 0, earlier = 0;  // of all CTAs, and of those before this one
-    if (e < E && counts == nullptr) {
+    if (e < E) {
+      if (counts == nullptr) {
+        count = sum(histograms + e, slot_warps, E);
+      } else {
 #pragma unroll 8
-      for (int w = 0; w < slot_warps; ++w) count += histograms[static_cast<int64_t>(w) * E + e];
-    } else if (e < E) {
-#pragma unroll 8
-      for (int cta = 0; cta < static_cast<int>(gridDim.x); ++cta) {
-        const int32_t c = counts[static_cast<int64_t>(cta) * E + e];
-        count += c;
-        if (cta < static_cast<int>(blockIdx.x)) earlier += c;
+        for (int cta = 0; cta < static_cast<int>(gridDim.x); ++cta) {
+          const int32_t c = counts[static_cast<int64_t>(cta) * E + e];
+          count += c;
+          if (cta < static_cast<int>(blockIdx.x)) earlier += c;
+        }
       }
     }
-    const int32_t tiles = (count + static_cast<int32_t>(kTileRows) - 1) / static_cast<int32_t>(kTileRows);
+    const int32_t tiles = tiles_of(count);
     int32_t rows_sum = count, tiles_sum = tiles;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {

@@ -1,0 +1,238 @@
+// Router ids and tokens to sorted, quantised rows. Quantisation does not depend on the expert: each token is quantised
+// once and stored to all its rows.
+//
+// Few slots: one launch, in which every CTA finds the places of its rows by itself (slots.cuh). Many: the metadata
+// kernel; a kernel that quantises tokens while that runs, and then stores their codes; and one that brings the scales
+// of the tokens, kept flat until then, into the tiles of the experts, whole tiles at a time.
+#pragma once
+#include "../../args.h"
+#include "dependent_launch.cuh"
+#include "e2m1.cuh"
+#include "rows.cuh"
+#include "scales.cuh"
+#include "slots.cuh"
+
+namespace mxfp4::cuda {
+
+// Loads a lane's units of a token.
+template <int kPerLane>
+__device__ __forceinline__ void load_units(const PermuteQuantArgs& a, int64_t token, bool in_range, const RowLane& lane,
+                                           int units, uint4 (&w)[kPerLane]) {
+  const uint4* input = reinterpret_cast<const uint4*>(a.hidden_states + token * a.row_stride);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int u = lane.first + i * lane.lanes;
+    w[i] = in_range && u < units ? __ldg(input + u) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <typename T, int kPerLane>
+__device__ __forceinline__ PackedUnits<kPerLane> quantize_units(const uint4 (&w)[kPerLane], const RowLane& lane,
+                                                                bool in_range, int units) {
+  uint32_t codes[kPerLane], scale[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) codes[i] = quantize8<T>(w[i], scale[i]);
+  return pack(codes, scale, lane, in_range, units);
+}
+
+// ---- Few slots ----
+
+constexpr int kPlacingThreads = 256;  // the first of a CTA count slots and place rows while the others quantise
+constexpr int kPlaces = 32;           // slots of a token that a CTA places at a time
+
+__device__ __forceinline__ void placing_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(kPlacingThreads) : "memory"); }
+
+// Blocks along x: those that write the arrays of the experts, one for each token, and those that zero the padding of
+// `tile_rows` rows of scale tiles. Along y: the chunks of a row. Along z: shares of a token's slots.
+template <typename T, typename Id, int kPerLane>
+__global__ void __launch_bounds__(512)
+    moe_permute_few_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const int expert_blocks,
+                           const int share, const int tile_rows) {
+  extern __shared__ __align__(16) uint32_t shared[];
+  __shared__ struct {
+    int64_t code;   // index of the row's first unit
+    int64_t scale;  // byte of its first scale, -1 without an expert
+  } places[kPlaces];
+  __shared__ Slots::Place slot_places[kPlaces];
+  const int token = static_cast<int>(blockIdx.x) - expert_blocks, tokens = static_cast<int>(a.tokens);
+  const bool has_token = token >= 0 && token < tokens, placing = threadIdx.x < kPlacingThreads;
+  const int warp = threadIdx.x / 32;
+  const Slots slots(a.metadata, shared);
+  PackedUnits<kPerLane> packed{};
+  if (placing) {
+    slots.count<Id>(kPlacingThreads, placing_barrier);
+    placing_barrier();
+  } else if (has_token) {
+    const int lanes = blockDim.x - kPlacingThreads, x = threadIdx.x - kPlacingThreads;
+    const RowLane lane{x, lanes, static_cast<int>(blockIdx.y) * lanes * kPerLane + x};
+    uint4 w[kPerLane];
+    load_units(a, token, true, lane, shape.units, w);
+    packed = quantize_units<T>(w, lane, true, shape.units);
+  }
+
+  if (!has_token) {
+    __syncthreads();
+    const int column = blockIdx.z * gridDim.y + blockIdx.y, columns = gridDim.y * gridDim.z;
+    if (token < 0) {
+      const int warps = blockDim.x / 32, E = static_cast<int>(a.metadata.num_experts);
+#pragma unroll 1
+      for (int g = (column * expert_blocks + blockIdx.x) * warps + warp; 32 * g < E;
+           g += expert_blocks * warps * columns)
+        slots.write_experts(g);
+    } else {
+      const int tile_row = (token - tokens) * columns + column;
+      if (tile_row < tile_rows)
+        zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * shape.tiles * kTileBytes,
+                      slots.rows_of_tile(tile_row), shape.tiles, threadIdx.x, blockDim.x);
+    }
+    return;
+  }
+
+  const int topk = static_cast<int>(a.metadata.topk), end = min(static_cast<int>(blockIdx.z + 1) * share, topk);
+#pragma unroll 1
+  for (int begin = blockIdx.z * share; begin < end; begin += kPlaces) {
+    const int count = min(end - begin, kPlaces);
+    if (placing) {
+#pragma unroll 1
+      for (int j = warp; j < count; j += kPlacingThreads / 32) {
+        const auto place = slots.place(token * topk + begin + j);
+        if (threadIdx.x % 32 == 0) {
+          const bool routed = place.expert < static_cast<int>(a.metadata.num_experts);
+          places[j] = {int64_t{place.row} * shape.units, routed ? scale_address(place.scale_row, 0, shape.tiles) : -1};
+          slot_places[j] = place;
+        }
+      }
+    }
+    __syncthreads();
+    if (packed.store) {
+      uint32_t* codes = reinterpret_cast<uint32_t*>(a.output) + packed.unit;
+      uint8_t* scales = a.output_scale + packed.unit / 16 * static_cast<int>(kTileBytes);
+      const int bytes = scale_bytes(packed.unit / 4, shape.blocks(), a.zero_padding);
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) {
+        const auto place = places[j];
+        const bool routed = place.scale >= 0;
+        store_codes(codes + place.code, routed ? packed : PackedUnits<kPerLane>{});
+        if (routed && packed.store_scales) store_scales(scales + place.scale, packed.scales, bytes);
+      }
+    }
+    if (blockIdx.y == 0 && threadIdx.x < count)
+      slots.write(token * topk + begin + static_cast<int>(threadIdx.x), slot_places[threadIdx.x]);
+    if (begin + kPlaces < end) __syncthreads();
+  }
+}
+
+// ---- Many slots ----
+
+// Words of four scales in a token's row of scratch, whole 16 bytes.
+__host__ __device__ __forceinline__ int token_scale_words(int tiles) { return (tiles + 3) / 4 * 4; }
+
+// Quantises tokens before it waits for their places. token_scales: [tokens, token_scale_words].
+template <typename T, int kPerLane>
+__global__ void __launch_bounds__(256)
+    quantize_tokens_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape,
+                           uint32_t* __restrict__ token_scales) {
+  launch_dependents();
+  const RowLane lane{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                     static_cast<int>(first_unit<kPerLane>())};
+  const int64_t token = row_index();
+  const bool in_range = token < a.tokens;
+  uint4 w[kPerLane];
+  load_units(a, token, in_range, lane, shape.units, w);
+  const auto packed = quantize_units<T>(w, lane, in_range, shape.units);
+  if (packed.store_scales) token_scales[token * token_scale_words(shape.tiles) + packed.unit / 16] = packed.scales;
+
+  wait_for_prior_launch();  // the permutation
+  if (!packed.store) return;
+  const int topk = static_cast<int>(a.metadata.topk);
+  const int32_t* rows = a.metadata.output_permutation + token * topk;
+  uint32_t* codes = reinterpret_cast<uint32_t*>(a.output) + packed.unit;
+  constexpr int kAhead = 8;
+#pragma unroll 1
+  for (int begin = 0; begin < topk; begin += kAhead) {
+    int row[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) row[j] = begin + j < topk ? rows[begin + j] : -1;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (row[j] >= 0) store_codes(codes + int64_t{row[j]} * shape.units, packed);
+  }
+}
+
+constexpr int kScaleTiles = 32;  // along a row that a CTA handles at most at a time
+
+// Blocks along x: a row of scale tiles each, and then some that share the rows without an expert, which are zeroed.
+// Along y: `some_tiles` tiles of a row each, a multiple of 4. blockscale_offsets: a.metadata's, or scratch if that has
+// none.
+__global__ void __launch_bounds__(256)
+    place_scales_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const int some_tiles,
+                        const uint32_t* __restrict__ token_scales, const int32_t* blockscale_offsets,
+                        const unsigned tile_rows) {
+  __shared__ uint32_t words[kTileRows][kScaleTiles + 1];
+  wait_for_prior_launch();
+  const int E = static_cast<int>(a.metadata.num_experts);
+  const int32_t* expert_offsets = a.metadata.expert_offsets;
+  if (blockIdx.x >= tile_rows) {
+    const int64_t row_words = shape.units / 4, end = a.metadata.rows * row_words;  // of 16 bytes
+    const int64_t block = blockIdx.x - tile_rows + int64_t{blockIdx.y} * (gridDim.x - tile_rows);
+    const int64_t step = int64_t{blockDim.x} * (gridDim.x - tile_rows) * gridDim.y;
+    uint4* codes = reinterpret_cast<uint4*>(a.output);
+    for (int64_t i = expert_offsets[E] * row_words + block * blockDim.x + threadIdx.x; i < end; i += step)
+      codes[i] = make_uint4(0, 0, 0, 0);
+    return;
+  }
+
+  __shared__ int found;
+  const int first_row = static_cast<int>(blockIdx.x * kTileRows);
+  if (threadIdx.x < 32) {
+    const int e = search_warp(blockscale_offsets, E, first_row);
+    if (threadIdx.x == 0) found = e;
+  }
+  __syncthreads();
+  const int e = found;
+  int rows = 0;  // of this tile
+  const int32_t* tokens = a.metadata.input_permutation;
+  if (e < E) {
+    const int begin = expert_offsets[e] + first_row - blockscale_offsets[e];
+    rows = min(expert_offsets[e + 1] - begin, static_cast<int>(kTileRows));
+    tokens += begin;
+  }
+  if (rows == 0 && !a.zero_padding) return;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int first_tile = blockIdx.y * some_tiles, stride = token_scale_words(shape.tiles);
+  // Eight lanes to a row, four tiles a lane.
+  const int row_in_four = lane / 8, quad = lane % 8 * 4;
+  const bool in_row = quad < some_tiles && first_tile + quad < shape.tiles;
+  constexpr int kRounds = static_cast<int>(kTileRows) / 32;
+  uint4 v[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int r = i * 32 + warp * 4 + row_in_four;
+    v[i] = make_uint4(0, 0, 0, 0);
+    if (r < rows && in_row)
+      v[i] = *reinterpret_cast<const uint4*>(token_scales + int64_t{tokens[r]} * stride + first_tile + quad);
+  }
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    uint32_t* row = words[i * 32 + warp * 4 + row_in_four] + quad;
+    row[0] = v[i].x, row[1] = v[i].y, row[2] = v[i].z, row[3] = v[i].w;
+  }
+  __syncthreads();
+  uint8_t* tile = a.output_scale + (int64_t{blockIdx.x} * shape.tiles + first_tile) * kTileBytes + lane * 16;
+  const int end = min(some_tiles, shape.tiles - first_tile);
+  for (int t = warp; t < end; t += warps) {
+    const uint32_t word[4] = {words[lane][t], words[lane + 32][t], words[lane + 64][t], words[lane + 96][t]};
+    uint8_t* target = tile + t * kTileBytes;
+    const int bytes = scale_bytes(4 * (first_tile + t), shape.blocks(), a.zero_padding);
+    if (a.zero_padding || (lane + 96 < rows && bytes == 4)) {
+      *reinterpret_cast<uint4*>(target) = make_uint4(word[0], word[1], word[2], word[3]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (lane + 32 * j < rows) store_scales(target + 4 * j, word[j], bytes);
+    }
+  }
+}
+
+}  // namespace mxfp4::cuda

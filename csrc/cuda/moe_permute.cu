@@ -1,0 +1,91 @@
+#include "backend.h"
+#include "device/moe_permute.cuh"
+#include "launch.h"
+#include "metadata.h"
+
+namespace mxfp4::cuda {
+namespace {
+
+constexpr const char* kOp = "moe_permute_mxfp4_quant";
+
+// Up to here each CTA may count all slots for itself.
+constexpr int64_t kSlotsOfOneLaunch = 2048;
+// From here on a lane takes four units of a token: fewer, wider stores instead of more CTAs.
+constexpr int64_t kUnitsOfWideLanes = int64_t{1} << 14;
+constexpr int64_t kLanes = 128;                       // that share a chunk of a token
+constexpr int64_t kMostColumns = kLanes * 8 * 65535;  // as many chunks as a grid is wide
+constexpr int64_t kSpareCtas = 66;                    // half of the SMs of the GPU that this was measured on
+
+template <typename T, typename Id, int kPerLane>
+void launch_few(const PermuteQuantArgs& a, cudaStream_t stream) {
+  const RowShape shape = RowShape::of(a.K);
+  const int64_t E = a.metadata.num_experts, topk = a.metadata.topk;
+  const int64_t lanes = std::min(round_up(ceil_div(shape.units, kPerLane), 32), kLanes);
+  const int64_t chunks = ceil_div(shape.units, lanes * kPerLane);
+  // A CTA's time goes with the slots that it stores; while there are SMs to spare, more CTAs share them. Zeroing needs
+  // those SMs.
+  int64_t share = topk;
+  while (!a.zero_padding && share > 1 && a.tokens * chunks * ceil_div(topk, share) <= kSpareCtas)
+    share = ceil_div(share, 2);
+  const int64_t shares = ceil_div(topk, share), warps = (kPlacingThreads + lanes) / 32;
+  const int64_t expert_blocks = ceil_div(ceil_div(E, 32), warps * chunks * shares);
+  const int64_t tile_rows = a.zero_padding ? a.scale_rows / kTileRows : 0;
+  const int64_t padding_blocks = ceil_div(tile_rows, chunks * shares);
+  const dim3 blocks(static_cast<unsigned>(expert_blocks + a.tokens + padding_blocks), static_cast<unsigned>(chunks),
+                    static_cast<unsigned>(shares));
+  Launch{blocks, dim3(static_cast<unsigned>(kPlacingThreads + lanes)),
+         static_cast<size_t>(Slots::shared_bytes(E, a.metadata.rows)),
+         stream}(kOp, moe_permute_few_kernel<T, Id, kPerLane>, a, shape, static_cast<int>(expert_blocks),
+                 static_cast<int>(share), static_cast<int>(tile_rows));
+}
+
+template <typename T, typename Id>
+void choose_few(const PermuteQuantArgs& a, cudaStream_t stream) {
+  const bool wide = a.K >= kWideColumns && a.tokens * (a.K / 8) >= kUnitsOfWideLanes;
+  wide ? launch_few<T, Id, 4>(a, stream) : launch_few<T, Id, 1>(a, stream);
+}
+
+template <typename T, int kPerLane>
+void launch_many(const PermuteQuantArgs& a, const OnDevice& device) {
+  std::optional<Tensor> offsets;  // of the scales, for the kernel that needs them where the caller does not
+  MetadataArgs metadata = a.metadata;
+  if (metadata.blockscale_offsets == nullptr) {
+    offsets = device.scratch(metadata.num_experts + 1);
+    metadata.blockscale_offsets = mutable_data<int32_t>(*offsets);
+  }
+  const RowShape shape = RowShape::of(a.K);
+  const Tensor token_scales = device.scratch(a.tokens * token_scale_words(shape.tiles));
+  uint32_t* scales = reinterpret_cast<uint32_t*>(mutable_data<int32_t>(token_scales));
+  launch_metadata(kOp, metadata, device);
+
+  const RowGrid grid = row_grid(a.tokens, shape.units, kPerLane);
+  Launch{grid.blocks, grid.threads, 0, device.stream(), device.has_dependent()}(
+      kOp, quantize_tokens_kernel<T, kPerLane>, a, shape, scales);
+
+  constexpr int64_t kMostZeroingBlocks = 132;
+  const int64_t chunks = ceil_div(shape.tiles, kScaleTiles), some_tiles = round_up(ceil_div(shape.tiles, chunks), 4);
+  const int64_t tile_rows = a.scale_rows / kTileRows;
+  const int64_t zeroing = std::clamp<int64_t>(ceil_div(a.metadata.rows * (a.K / 32), 4096), 1, kMostZeroingBlocks);
+  const dim3 blocks(static_cast<unsigned>(tile_rows + zeroing), static_cast<unsigned>(chunks));
+  Launch{blocks, dim3(256), 0, device.stream(), device.has_dependent()}(
+      kOp, place_scales_kernel, a, shape, static_cast<int>(some_tiles), scales, metadata.blockscale_offsets,
+      static_cast<unsigned>(tile_rows));
+}
+
+template <typename T>
+void choose(const PermuteQuantArgs& a, const OnDevice& device) {
+  const bool few = a.metadata.rows <= kSlotsOfOneLaunch && a.metadata.num_experts <= kFewExperts && a.K <= kMostColumns;
+  if (few)
+    a.metadata.ids_are_int64 ? choose_few<T, int64_t>(a, device.stream()) : choose_few<T, int32_t>(a, device.stream());
+  else a.K >= kWideColumns ? launch_many<T, 4>(a, device) : launch_many<T, 1>(a, device);
+}
+
+}  // namespace
+
+void Backend::moe_permute_mxfp4_quant(const PermuteQuantArgs& a) {
+  const OnDevice device(a.device);
+  if (a.metadata.rows == 0) return launch_metadata(kOp, a.metadata, device);  // then S is 0, too
+  a.is_bfloat16 ? choose<BFloat16>(a, device) : choose<Float16>(a, device);
+}
+
+}  // namespace mxfp4::cuda
