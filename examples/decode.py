@@ -1,26 +1,35 @@
-"""A small MoE language model whose expert blocks run on mxfp4_ops: eager, compiled and captured, and do they agree.
+"""A small MoE language model whose expert blocks run on mxfp4_ops: eager, compiled, rewritten, captured; do they agree?
 
 The model is plain torch: byte tokens, attention with a static KV cache, a router, and experts whose weights and
 activations are MXFP4. It prefills windows of a text file and decodes greedily, once per mode:
 
-    eager            the ops as they are called below
-    compile          torch.compile(fullgraph=True)
-    reduce-overhead  the same with mode="reduce-overhead": Inductor captures CUDA graphs (GPU only)
-    cuda-graph       the eager code captured with torch.cuda.graph and replayed (GPU only)
+    eager                   the ops as they are called below
+    compile                 torch.compile(fullgraph=True)
+    passes                  mxfp4_ops.compile(fullgraph=True): the same, with the FX passes
+    reduce-overhead         compile with mode="reduce-overhead": Inductor captures CUDA graphs (GPU only)
+    reduce-overhead+passes  passes with that mode (GPU only)
+    cuda-graph              the eager code captured with torch.cuda.graph and replayed (GPU only)
+
+The model is written as models are that do not know of sorted_expert_ids: its quants search the offsets for the expert
+of each row. The passes hand them the ids of the metadata call, so the model's code need not.
 
 A table then shows the speed of each mode, and whether its tokens and every byte that the ops read and wrote equal
-eager's. The exit status is 1 if they do not. The weights are random: the text is gibberish, but each op decides it.
+eager's; a report, what the passes rewrote; and on a GPU a ratio, what that is worth in a decode step with 256 experts,
+captured as a CUDA graph. The exit status is 1 if anything differs or a quant was not rewritten. The weights are random:
+the text is gibberish, but each op decides it.
 
     python examples/decode.py --help
 """
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +39,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mxfp4_ops
 from mxfp4_ops import (
     MoEMetadata,
     QuantizedRows,
@@ -40,12 +50,15 @@ from mxfp4_ops import (
     shuffle_rows,
     silu_and_mul_mxfp4_experts_quant,
 )
+from mxfp4_ops.passes import MXFP4Passes, Report
 
 VOCABULARY = 256  # bytes
 WARM_UP = 3  # reduce-overhead runs a function once, records it on the second call and replays it from the third
 REPEATS = 3  # of the timed prefill
-CPU_MODES = ("eager", "compile")
-GPU_MODES = (*CPU_MODES, "reduce-overhead", "cuda-graph")
+PAIRS = 20  # of timings, one with the passes and one without
+SECONDS = 0.1  # of decode steps in each of them
+CPU_MODES = ("eager", "compile", "passes")
+GPU_MODES = (*CPU_MODES, "reduce-overhead", "reduce-overhead+passes", "cuda-graph")
 
 
 # The model. Matmuls and ops take and give bfloat16; the arithmetic between them is float64, rounded to bfloat16 once,
@@ -134,7 +147,7 @@ class MoEBlock(nn.Module):
         topk_weights = logits.double().softmax(-1)
 
         data = get_cutlass_moe_mm_data(topk_ids, self.E, self.n, self.k)
-        expert_rows = (data.expert_offsets, data.blockscale_offsets, self.E, data.sorted_expert_ids)
+        expert_rows = (data.expert_offsets, data.blockscale_offsets, self.E)  # no sorted_expert_ids: see the top
 
         sorted_rows = shuffle_rows(x, data.input_permutation)  # token order -> expert order
         quant = mxfp4_experts_quant(sorted_rows, *expert_rows)
@@ -237,6 +250,7 @@ class Program:
     graph_breaks: int | None = None
     recompiles: int | None = None
     captured_graphs: int | None = None
+    report: Report | None = None
 
     def __init__(self, model: MoELanguageModel, inputs: Inputs):
         self.prefill: Callable[[], Step] = lambda: model.prefill(inputs.prompt)
@@ -246,14 +260,23 @@ class Program:
         """Read the counters; call it when the program has run."""
 
 
+def compiled(function: Callable, passes: MXFP4Passes | None = None, mode: str | None = None) -> Callable:
+    """By torch.compile or, with passes, by mxfp4_ops.compile; all else is the same."""
+    compiler = partial(mxfp4_ops.compile, passes=passes) if passes else torch.compile
+    return compiler(function, fullgraph=True, dynamic=False, mode=mode)
+
+
 class Compiled(Program):
     set_up = "compiling"
+    mode: str | None = None
+    rewritten = False
 
-    def __init__(self, model: MoELanguageModel, inputs: Inputs, mode: str | None = None):
+    def __init__(self, model: MoELanguageModel, inputs: Inputs):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        prefill = torch.compile(model.prefill, fullgraph=True, dynamic=False, mode=mode)
-        decode_step = torch.compile(model.decode_step, fullgraph=True, dynamic=False, mode=mode)
+        passes = MXFP4Passes() if self.rewritten else None
+        self.report = passes.report if passes else None
+        prefill, decode_step = (compiled(f, passes, self.mode) for f in (model.prefill, model.decode_step))
         self.prefill = lambda: prefill(inputs.prompt)
         self.decode_step = lambda: decode_step(inputs.tokens, inputs.position)
 
@@ -263,11 +286,16 @@ class Compiled(Program):
         self.recompiles = counters["stats"]["unique_graphs"] - 2
 
 
+class CompiledWithPasses(Compiled):
+    rewritten = True
+
+
 class ReduceOverhead(Compiled):
     set_up = "compiling and capturing"
+    mode = "reduce-overhead"
 
     def __init__(self, model: MoELanguageModel, inputs: Inputs):
-        super().__init__(model, inputs, "reduce-overhead")
+        super().__init__(model, inputs)
         prefill, decode_step = self.prefill, self.decode_step
 
         # Results lie in the graphs' own memory until the next step begins; generate() copies what it keeps before that.
@@ -285,37 +313,59 @@ class ReduceOverhead(Compiled):
         self.captured_graphs = sum(1 + root.num_descendants() for root in manager.get_roots()) if manager else 0
 
 
+class ReduceOverheadWithPasses(ReduceOverhead):
+    rewritten = True
+
+
+def captured(function: Callable[[], Step]) -> Callable[[], Step]:
+    """The function as a CUDA graph, whose results are always the same tensors."""
+    # First outside the capture, on the side stream that it needs: libraries set themselves up, code is compiled.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+
+    def replay() -> Step:
+        graph.replay()
+        return result
+
+    return replay
+
+
 class Captured(Program):
     set_up = "capturing"
-    captured_graphs = 0
+    captured_graphs = 2
 
     def __init__(self, model: MoELanguageModel, inputs: Inputs):
         super().__init__(model, inputs)
-        self.prefill, self.decode_step = self.capture(self.prefill), self.capture(self.decode_step)
+        self.prefill, self.decode_step = captured(self.prefill), captured(self.decode_step)
 
-    def capture(self, function: Callable[[], Step]) -> Callable[[], Step]:
-        # Once outside the capture, on the side stream that it needs: libraries set themselves up in their first call.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = function()
-        self.captured_graphs += 1
 
-        def replay() -> Step:
-            graph.replay()
-            return result
+class OnlyDecodeStep(Program):
+    """A compiled decode step of tokens alone, on a GPU as a CUDA graph, after an eager prefill."""
 
-        return replay
+    def __init__(self, model: MoELanguageModel, inputs: Inputs, passes: MXFP4Passes | None = None):
+        super().__init__(model, inputs)
+        # Without the ops' bytes: Inductor need not keep what only a comparison reads.
+        tokens = compiled(lambda *args: model.decode_step(*args).tokens, passes)
+
+        def decode_step() -> Step:
+            return Step(tokens(inputs.tokens, inputs.position), [])
+
+        self.decode_step = captured(decode_step) if inputs.tokens.is_cuda else decode_step
 
 
 PROGRAMS: dict[str, type[Program]] = {
     "eager": Program,
     "compile": Compiled,
+    "passes": CompiledWithPasses,
     "reduce-overhead": ReduceOverhead,
+    "reduce-overhead+passes": ReduceOverheadWithPasses,
     "cuda-graph": Captured,
 }
 
@@ -432,6 +482,60 @@ def run_mode(name: str, model: MoELanguageModel, inputs: Inputs, steps: int, pro
     return program, run
 
 
+def not_rewritten(report: Report, quants: int) -> str | None:
+    rewritten = report.rule("sorted_expert_ids").rewritten
+    return None if rewritten == quants else f"{rewritten} of {quants} quants were given sorted_expert_ids"
+
+
+def compare_decode_steps(args: argparse.Namespace, inputs: Inputs) -> list[str]:
+    """Print the ratio of a decode step's time with the passes to that without; returns what differs."""
+    name, device = f"decode step, E = {args.ratio_experts}", args.device
+    progress = Progress(4 + PAIRS)
+    progress.show(f"{name}: weights")
+    torch.manual_seed(args.seed)
+    model = MoELanguageModel(argparse.Namespace(**{**vars(args), "experts": args.ratio_experts})).to(device)
+    progress.advance()
+
+    progress.show(f"{name}: compiling and comparing")
+    torch._dynamo.reset()  # not between the two: both stay in use
+    inputs.position.fill_(inputs.prompt.shape[1])
+    passes = MXFP4Passes()
+    with_passes, without = OnlyDecodeStep(model, inputs, passes), OnlyDecodeStep(model, inputs)
+    programs = {"of eager": Program(model, inputs), "with the passes": with_passes, "without the passes": without}
+    tokens = {}
+    for label, program in programs.items():
+        model.clear()
+        tokens[label], _ = generate(program, inputs, args.steps, lambda step: None)
+        progress.advance()
+
+    def seconds(program: Program, steps: int) -> float:
+        begin = now(device)
+        for _ in range(steps):
+            program.decode_step()
+        return (now(device) - begin) / steps
+
+    progress.show(f"{name}: timing")
+    steps = max(1, round(SECONDS / seconds(without, 10)))
+    pairs = []
+    for i in range(PAIRS):
+        order = (with_passes, without) if i % 2 else (without, with_passes)  # what drifts favours neither
+        took = {program: seconds(program, steps) for program in order}
+        pairs.append((took[with_passes], took[without]))
+        progress.advance()
+    progress.close()
+
+    ours, theirs = (statistics.median(times) * 1e6 for times in zip(*pairs))
+    ratios = [a / b for a, b in pairs]
+    print(
+        f"\n{name}: {ours:,.0f} us with the passes, {theirs:,.0f} us without: ratio {statistics.median(ratios):.3f} "
+        f"(median of {PAIRS} pairs, spread {min(ratios):.3f} to {max(ratios):.3f})"
+    )
+    differences = [f"tokens {label} differ" for label, t in tokens.items() if not torch.equal(t, tokens["of eager"])]
+    if missing := not_rewritten(passes.report, 2 * args.layers):
+        differences.append(missing)
+    return [f"{name}: {difference}" for difference in differences]
+
+
 def table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
@@ -453,7 +557,7 @@ def read_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> T
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
     has_gpu = _library.cuda.loaded and torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        description="Decode with a small MoE model on mxfp4_ops: eager, compiled, captured; compare tokens and bytes.",
+        description="Decode with a small MoE model on mxfp4_ops: eager, compiled, rewritten, captured; compare them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -471,6 +575,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
     add("--device", default="cuda" if has_gpu else "cpu", help="cpu, cuda or cuda:INDEX")
     add("--threads", type=int, default=1, help="CPU threads; small sizes gain little from more")
     add("--modes", default="all", metavar="LIST", help=f"of {','.join(GPU_MODES)}; eager always runs, first")
+    add(
+        "--ratio-experts",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="E",
+        help="experts of the model whose decode step is timed with and without the passes, or 0: no such timing "
+        "(default: 256 on a GPU, 0 on the CPU)",
+    )
     args = parser.parse_args(argv)
 
     for name in ("experts", "topk", "layers", "hidden", "intermediate", "heads", "batch", "prompt", "steps", "threads"):
@@ -500,32 +612,15 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tensor]:
     if unknown := sorted(wanted - set(available)):
         parser.error(f"--modes must be of {','.join(available)} on {args.device.type}, got {','.join(unknown)}")
     args.modes = [mode for mode in available if mode == "eager" or mode in wanted]
+    if "ratio_experts" not in args:
+        args.ratio_experts = 256 if args.device.type == "cuda" else 0
+    if args.ratio_experts and args.ratio_experts < args.topk:
+        parser.error(f"--ratio-experts must be 0 or at least --topk {args.topk}, got {args.ratio_experts}")
     return args, read_windows(parser, args)
 
 
-@torch.no_grad()
-def main(argv: list[str] | None = None) -> int:
-    args, windows = parse(argv)
-    cuda = args.device.type == "cuda"
-    if not cuda:
-        torch.set_num_threads(args.threads)
-    where = torch.cuda.get_device_name(args.device) if cuda else f"{args.threads} thread{'s' * (args.threads > 1)}"
-    print(
-        f"torch {torch.__version__} on {args.device} ({where}): {args.layers} layers, {args.heads} heads, "
-        f"E {args.experts}, topk {args.topk}, hidden {args.hidden}, intermediate {args.intermediate}\n"
-        f"{args.batch} x {args.prompt} bytes of {args.text} as prompts, {args.steps} new tokens each",
-        flush=True,
-    )
-    torch.manual_seed(args.seed)
-    # Padding a matmul lets the library choose another kernel, with other last bits than eager's.
-    same_matmuls = torch._inductor.config.patch(shape_padding=False)
-    with same_matmuls, torch.cuda.device(args.device) if cuda else nullcontext():
-        model = MoELanguageModel(args).to(args.device)
-        tokens, position = torch.zeros(args.batch, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        inputs = Inputs(*(t.to(args.device) for t in (windows, tokens, position)))
-        progress = Progress(len(args.modes) * (WARM_UP + args.steps + 1))
-        results = {mode: run_mode(mode, model, inputs, args.steps, progress) for mode in args.modes}
-        progress.close()
+def show_results(results: dict[str, tuple[Program, Run]]) -> list[str]:
+    """Print the table, and return what differs from eager."""
 
     def cell(count: int | None) -> str:
         return "-" if count is None else str(count)
@@ -542,8 +637,47 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows))
     compared = sum(t.nbytes for step in reference.op_bytes for layer in step for t in layer)
     print(f"\ncompared    {reference.tokens.numel()} tokens, {compared:,} bytes that the ops read and wrote")
-    print(f"prompt      ...{bytes(windows[0, -48:].tolist())!r}")
-    print(f"decoded     {bytes(reference.tokens[:, 0].tolist())!r}  (random weights: gibberish)")
+    return differences
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> int:
+    args, windows = parse(argv)
+    cuda = args.device.type == "cuda"
+    if not cuda:
+        torch.set_num_threads(args.threads)
+    where = torch.cuda.get_device_name(args.device) if cuda else f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(
+        f"torch {torch.__version__} on {args.device} ({where}): {args.layers} layers, {args.heads} heads, "
+        f"E {args.experts}, topk {args.topk}, hidden {args.hidden}, intermediate {args.intermediate}\n"
+        f"{args.batch} x {args.prompt} bytes of {args.text} as prompts, {args.steps} new tokens each",
+        flush=True,
+    )
+    torch.manual_seed(args.seed)
+    settings = torch._inductor.config.patch(
+        shape_padding=False,  # padding a matmul lets the library choose another kernel, with other last bits than eager's
+        fx_graph_cache=False,  # a hit would leave nothing to report: the graph in the cache is rewritten already
+    )
+    with settings, torch.cuda.device(args.device) if cuda else nullcontext():
+        model = MoELanguageModel(args).to(args.device)
+        tokens, position = torch.zeros(args.batch, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        inputs = Inputs(*(t.to(args.device) for t in (windows, tokens, position)))
+        progress = Progress(len(args.modes) * (WARM_UP + args.steps + 1))
+        results = {mode: run_mode(mode, model, inputs, args.steps, progress) for mode in args.modes}
+        progress.close()
+
+        differences = show_results(results)
+        print(f"prompt      ...{bytes(windows[0, -48:].tolist())!r}")
+        print(f"decoded     {bytes(results['eager'][1].tokens[:, 0].tolist())!r}  (random weights: gibberish)")
+        for mode, (program, _) in results.items():
+            if program.report:
+                print(f"\nFX passes in mode {mode}, on the graphs of prefill and decode step:\n{program.report}")
+                if missing := not_rewritten(program.report, 2 * 2 * args.layers):
+                    differences.append(f"{mode}: {missing}")
+        sys.stdout.flush()
+        if args.ratio_experts:
+            differences += compare_decode_steps(args, inputs)
+
     for difference in differences:
         print(f"DIFFERENT   {difference}")
     return 1 if differences else 0

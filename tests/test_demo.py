@@ -1,4 +1,4 @@
-"""examples/decode.py: its table, its exit status, and that a mode which computes something else is found out."""
+"""examples/decode.py: what it prints, its exit status, and that a mode which computes something else is found out."""
 
 import importlib.util
 import re
@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
+
+import mxfp4_ops
+from mxfp4_ops.passes import MXFP4Passes
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "decode.py"
 SIZES = "--layers 1 --hidden 64 --intermediate 32 --heads 2 --experts 5 --topk 3 --batch 3 --prompt 20 --steps 6"
@@ -33,7 +37,14 @@ def decode(monkeypatch):
 @pytest.fixture
 def no_inductor(monkeypatch):
     """Dynamo and AOTAutograd alone: what they trace is what counts, and Inductor takes most of the time."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for module in (torch, mxfp4_ops):
+        monkeypatch.setattr(module, "compile", partial(module.compile, backend="aot_eager"))
+
+
+@pytest.fixture
+def few_timings(decode, monkeypatch):
+    monkeypatch.setattr(decode, "PAIRS", 2)
+    monkeypatch.setattr(decode, "SECONDS", 0.0)
 
 
 def read_table(text: str) -> dict[str, dict[str, str]]:
@@ -45,11 +56,11 @@ def read_table(text: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in rows}
 
 
-def run_script(*args: str) -> dict[str, dict[str, str]]:
-    done = subprocess.run([sys.executable, SCRIPT, *SMALL, *args], capture_output=True, text=True)
+def run_script(*args: str) -> str:
+    done = subprocess.run([sys.executable, SCRIPT, *SMALL, *args], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\r" not in done.stderr, "a bar was drawn where there is no terminal"
-    return read_table(done.stdout)
+    return done.stdout
 
 
 def check_row(row: dict[str, str], breaks: str, recompiles: str, captured: str) -> None:
@@ -57,21 +68,72 @@ def check_row(row: dict[str, str], breaks: str, recompiles: str, captured: str) 
     assert [row[column] for column in COLUMNS[2:]] == [breaks, recompiles, captured, "yes", "yes"]
 
 
+def check_report(output: str, mode: str) -> None:
+    """One layer's two quants, in the graphs of prefill and decode step, whether or not a cache has these already."""
+    lines = output.splitlines()
+    start = lines.index(f"FX passes in mode {mode}, on the graphs of prefill and decode step:") + 1
+    assert [line.split() for line in lines[start : start + 3]] == [
+        ["rule", "matched", "rewritten", "skipped"],
+        ["merge_metadata", "0", "0", "0"],
+        ["sorted_expert_ids", "4", "4", "0"],
+    ]
+
+
+def check_ratio(output: str, experts: int, pairs: int) -> None:
+    line = rf"(?m)^decode step, E = {experts}: (\S+) us with the passes, (\S+) us without: ratio (\S+) "
+    line += rf"\(median of {pairs} pairs, spread (\S+) to (\S+)\)$"
+    ours, theirs, ratio, low, high = (float(n.replace(",", "")) for n in re.search(line, output).groups())
+    assert ours > 0 and theirs > 0 and 0 < low <= ratio <= high
+
+
 def test_cpu_modes_agree():
-    rows = run_script("--device", "cpu")
-    assert list(rows) == ["eager", "compile"]
+    output = run_script("--device", "cpu")
+    rows = read_table(output)
+    assert list(rows) == ["eager", "compile", "passes"]
     check_row(rows["eager"], "-", "-", "-")
     check_row(rows["compile"], "0", "0", "-")
+    check_row(rows["passes"], "0", "0", "-")
+    check_report(output, "passes")
+    assert "decode step, E" not in output
 
 
 @pytest.mark.gpu
 def test_gpu_modes_agree():
-    rows = run_script("--device", "cuda")
-    assert list(rows) == ["eager", "compile", "reduce-overhead", "cuda-graph"]
+    output = run_script("--device", "cuda")
+    rows = read_table(output)
+    assert list(rows) == ["eager", "compile", "passes", "reduce-overhead", "reduce-overhead+passes", "cuda-graph"]
     check_row(rows["eager"], "-", "-", "-")
     check_row(rows["compile"], "0", "0", "-")
+    check_row(rows["passes"], "0", "0", "-")
     check_row(rows["reduce-overhead"], "0", "0", "2")
+    check_row(rows["reduce-overhead+passes"], "0", "0", "2")
     check_row(rows["cuda-graph"], "-", "-", "2")
+    check_report(output, "passes")
+    check_report(output, "reduce-overhead+passes")
+    check_ratio(output, 256, 20)
+
+
+def test_ratio_is_of_a_rewritten_and_an_unchanged_program(decode, few_timings, capsys):
+    searching = []
+
+    def count(graph: torch.fx.Graph) -> None:
+        quants = [node for node in graph.nodes if "experts_quant" in str(node.target)]
+        ids = [node.args[4] if len(node.args) > 4 else node.kwargs.get("sorted_expert_ids") for node in quants]
+        searching.append((len(quants), ids.count(None)))
+
+    args = [*SMALL, "--device", "cpu", "--modes", "eager", "--ratio-experts", "7"]
+    with torch._inductor.config.patch(post_grad_custom_post_pass=count):
+        assert decode.main(args) == 0
+    assert searching == [(2, 0), (2, 2)]
+    check_ratio(capsys.readouterr().out, 7, 2)
+
+
+def test_quants_left_on_offset_search_are_found_out(decode, no_inductor, few_timings, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "MXFP4Passes", partial(MXFP4Passes, sorted_expert_ids=False))
+    assert decode.main([*SMALL, "--device", "cpu", "--modes", "passes", "--ratio-experts", "5"]) == 1
+    output = capsys.readouterr().out
+    assert "DIFFERENT   passes: 0 of 4 quants were given sorted_expert_ids" in output
+    assert "DIFFERENT   decode step, E = 5: 0 of 2 quants were given sorted_expert_ids" in output
 
 
 def test_text_and_seed_decide_the_output(decode, tmp_path, capsys):
@@ -130,8 +192,17 @@ def test_a_wrong_compiled_program_is_found_out(decode, no_inductor, monkeypatch,
     output = capsys.readouterr().out
     rows = read_table(output)
     assert (rows["eager"]["tokens agree"], rows["eager"]["bytes agree"]) == ("yes", "yes")
-    assert rows["compile"]["bytes agree"] == "NO"
-    assert f"DIFFERENT   compile: bytes differ first in step 0, {report}" in output
+    for mode in ("compile", "passes"):
+        assert rows[mode]["bytes agree"] == "NO"
+        assert f"DIFFERENT   {mode}: bytes differ first in step 0, {report}" in output
+
+
+def test_a_wrong_decode_step_is_not_compared_in_silence(decode, no_inductor, few_timings, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "rms_norm", corrupted(decode.rms_norm, lambda x: -x))
+    assert decode.main([*SMALL, "--device", "cpu", "--modes", "eager", "--ratio-experts", "5"]) == 1
+    output = capsys.readouterr().out
+    for which in ("with", "without"):
+        assert f"DIFFERENT   decode step, E = 5: tokens {which} the passes differ" in output
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -148,7 +219,7 @@ def test_a_wrong_token_is_found_out(decode, monkeypatch, capsys, timed):
 
     monkeypatch.setattr(decode, "generate", wrong_once)
     monkeypatch.setitem(decode.PROGRAMS, "compile", decode.Program)
-    assert decode.main([*SMALL, "--device", "cpu"]) == 1
+    assert decode.main([*SMALL, "--device", "cpu", "--modes", "compile"]) == 1
     output = capsys.readouterr().out
     row = read_table(output)["compile"]
     assert (row["tokens agree"], row["bytes agree"]) == ("NO", "yes")
@@ -168,7 +239,7 @@ def test_a_cache_that_a_mode_does_not_write_is_found_out(decode, monkeypatch, ca
             self.decode_step = forget
 
     monkeypatch.setitem(decode.PROGRAMS, "compile", Forgetful)
-    assert decode.main([*SMALL, "--device", "cpu"]) == 1
+    assert decode.main([*SMALL, "--device", "cpu", "--modes", "compile"]) == 1
     assert "bytes differ first in step 1, layer 0, hidden_states" in capsys.readouterr().out
 
 
@@ -202,7 +273,12 @@ def test_recompiles_are_counted(decode, no_inductor):
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--steps", "1"], "--steps must be at least 2, got 1"),
         (["--device", "meta"], "--device must be cpu, cuda or cuda:INDEX, got meta"),
-        (["--device", "cpu", "--modes", "eager,cuda-graph"], "--modes must be of eager,compile on cpu, got cuda-graph"),
+        (
+            ["--device", "cpu", "--modes", "eager,cuda-graph"],
+            "--modes must be of eager,compile,passes on cpu, got cuda-graph",
+        ),
+        (["--ratio-experts", "2"], "--ratio-experts must be 0 or at least --topk 3, got 2"),
+        (["--ratio-experts", "-1"], "--ratio-experts must be 0 or at least --topk 3, got -1"),
     ],
 )
 def test_bad_arguments(decode, tmp_path, capsys, args, message):
