@@ -59,6 +59,10 @@ class Checks:
         self.require(width > 0, arg, must, width)
         self.require(width % unit == 0, arg, must, width)
 
+    def column_count(self, arg: str, width: "int | torch.SymInt") -> None:
+        if isinstance(width, int):  # as in row_count
+            self.require(width <= INT32_MAX, arg, "have fewer than 2^31 columns", width)
+
     def row_count(self, arg: str, rows: "int | torch.SymInt", scale_rows: "int | torch.SymInt") -> None:
         # A bound on a symbolic batch would narrow the range that the user declared for it; the kernel checks it anyway.
         if isinstance(rows, int):

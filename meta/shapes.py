@@ -52,6 +52,11 @@ def experts_quant_shapes(R: Size, K: Size, E: Size) -> tuple[Sequence[Size], Seq
     return (R, K // 2), (scale_rows(R, E), TILE_BLOCKS * scale_tiles(K))
 
 
+def moe_permute_shapes(m: Size, topk: Size, K: Size, E: Size) -> tuple[Sequence[Size], ...]:
+    """Shapes of moe_permute_mxfp4_quant's results: those of get_cutlass_moe_mm_data, then those of a quant op."""
+    return (*metadata_shapes(m, topk, E), *experts_quant_shapes(m * topk, K, E))
+
+
 def dequantize_shape(R: Size, half_K: Size) -> Sequence[Size]:
     """Shape of mxfp4_dequantize's result."""
     return (R, 2 * half_K)

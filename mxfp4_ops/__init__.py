@@ -10,8 +10,10 @@ import importlib
 from . import _library, _autograd, compat, meta, layout  # noqa: F401, I001  (_library defines the ops)
 from .ops import (
     MoEMetadata,
+    PermutedQuantizedRows,
     QuantizedRows,
     get_cutlass_moe_mm_data,
+    moe_permute_mxfp4_quant,
     mxfp4_dequantize,
     mxfp4_experts_quant,
     shuffle_rows,
@@ -22,12 +24,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MoEMetadata",
+    "PermutedQuantizedRows",
     "QuantizedRows",
     "compat",
     "compile",
     "get_cutlass_moe_mm_data",
     "layout",
     "meta",
+    "moe_permute_mxfp4_quant",
     "mxfp4_dequantize",
     "mxfp4_experts_quant",
     "passes",

@@ -6,10 +6,12 @@ experts on this device, ``R = m * topk`` routed rows, ``K`` quantised columns, `
 ``S = floor((R + 127 * min(R, E)) / 128) * 128`` scale rows.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T", bound=tuple)
 
 _ops = torch.ops.mxfp4_ops
 
@@ -42,8 +44,25 @@ class QuantizedRows(NamedTuple):
     """uint8 [S, 4T]: E8M0 scales of 32 columns each, in tiles of 128 rows by 4 scales (SWIZZLE_32_4_4)."""
 
 
+class PermutedQuantizedRows(NamedTuple):
+    """The tokens as MXFP4 rows sorted by expert, and how they are sorted: MoEMetadata's fields, then QuantizedRows'."""
+
+    expert_offsets: Tensor
+    """int32 [E + 1], and so on as MoEMetadata has them."""
+    blockscale_offsets: Tensor
+    problem_sizes1: Tensor
+    problem_sizes2: Tensor
+    input_permutation: Tensor
+    output_permutation: Tensor
+    sorted_expert_ids: Tensor
+    output: Tensor
+    """uint8 [R, K / 2], as QuantizedRows has it."""
+    output_scale: Tensor
+    """uint8 [S, 4T], as QuantizedRows has it."""
+
+
 # torch.export.save and torch.load(weights_only=True) take the results by these names.
-for _result in (MoEMetadata, QuantizedRows):
+for _result in (MoEMetadata, QuantizedRows, PermutedQuantizedRows):
     torch.utils._pytree._register_namedtuple(_result, serialized_type_name=f"mxfp4_ops.{_result.__name__}")
     torch.serialization.add_safe_globals([_result])
 
@@ -59,15 +78,21 @@ def _refuse_grad(op: str, **tensors: Tensor) -> None:
                 )
 
 
+def _as_result(op: str, result: type[T], out: tuple[Tensor | None, ...]) -> T:
+    fields = result._fields
+    if len(out) != len(fields):
+        raise RuntimeError(f"{op}: out must have {len(fields)} buffers ({', '.join(fields)}), got {len(out)}")
+    return result(*out)
+
+
 def _experts_quant(op: str, rows: tuple, out: tuple[Tensor, Tensor] | None) -> QuantizedRows:
     _refuse_grad(op, input=rows[0])
     overloads = getattr(_ops, op)
     if out is None:
         return QuantizedRows(*overloads.default(*rows))
-    if len(out) != 2:
-        raise RuntimeError(f"{op}: out must have 2 buffers (output, output_scale), got {len(out)}")
-    overloads.out(*rows, output=out[0], output_scale=out[1])
-    return QuantizedRows(*out)
+    result = _as_result(op, QuantizedRows, out)
+    overloads.out(*rows, output=result.output, output_scale=result.output_scale)
+    return result
 
 
 def get_cutlass_moe_mm_data(
@@ -114,25 +139,9 @@ def get_cutlass_moe_mm_data(
         return MoEMetadata(
             *_ops.get_cutlass_moe_mm_data.default(topk_ids, num_experts, n, k, is_gated=is_gated, expert_map=expert_map)
         )
-    if len(out) != len(MoEMetadata._fields):
-        raise RuntimeError(
-            f"get_cutlass_moe_mm_data: out must have 7 buffers ({', '.join(MoEMetadata._fields)}), got {len(out)}"
-        )
-    result = MoEMetadata(*out)
+    result = _as_result("get_cutlass_moe_mm_data", MoEMetadata, out)
     _ops.get_cutlass_moe_mm_data.out(
-        topk_ids,
-        num_experts,
-        n,
-        k,
-        is_gated=is_gated,
-        expert_map=expert_map,
-        expert_offsets=result.expert_offsets,
-        blockscale_offsets=result.blockscale_offsets,
-        problem_sizes1=result.problem_sizes1,
-        problem_sizes2=result.problem_sizes2,
-        input_permutation=result.input_permutation,
-        output_permutation=result.output_permutation,
-        sorted_expert_ids=result.sorted_expert_ids,
+        topk_ids, num_experts, n, k, is_gated=is_gated, expert_map=expert_map, **result._asdict()
     )
     return result
 
@@ -242,6 +251,58 @@ def silu_and_mul_mxfp4_experts_quant(
     """
     rows = (input, expert_offsets, blockscale_offsets, n_experts, sorted_expert_ids)
     return _experts_quant("silu_and_mul_mxfp4_experts_quant", rows, out)
+
+
+def moe_permute_mxfp4_quant(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    n: int,
+    *,
+    is_gated: bool = True,
+    expert_map: Tensor | None = None,
+    out: tuple[Tensor | None, ...] | None = None,
+) -> PermutedQuantizedRows:
+    """Route the tokens to their experts and quantise them: get_cutlass_moe_mm_data, shuffle_rows, mxfp4_experts_quant.
+
+    The bytes are those of the three calls, the last one with ``sorted_expert_ids``. The sorted rows are never in memory
+    but as MXFP4.
+
+    Args:
+        hidden_states: bfloat16 or float16 [m, K], K a multiple of 32, any strides.
+        topk_ids: int32 or int64 [m, topk], the experts of each token.
+        num_experts: E, experts on this device, at least 1.
+        n: intermediate size, at least 1.
+        is_gated: whether the first GEMM computes gate and up, 2n columns, or n.
+        expert_map: int32 [global experts], global id to local id or -1; ``num_experts`` then counts local experts.
+        out: buffers of the nine results, in order, to write instead of fresh ones; ``blockscale_offsets`` and
+            ``sorted_expert_ids`` may be None. Scale bytes of padding rows and columns are then left as they are;
+            without ``out`` they are 0.
+
+    Returns:
+        PermutedQuantizedRows (``out``, when given): the seven int32 tensors of MoEMetadata with k = K, then uint8
+        [R, K / 2] and [S, 4T]. Rows from ``expert_offsets[E]`` on have no expert: zeros without a scale.
+
+    Raises:
+        RuntimeError: an argument has a wrong dtype, shape or device, or a size is out of range; ``hidden_states``
+            requires grad while grad mode is on, for there is no backward.
+
+    Example:
+        >>> import torch, mxfp4_ops
+        >>> x = torch.tensor([[6.0] * 32, [-1.0] * 32], dtype=torch.bfloat16)
+        >>> rows = mxfp4_ops.moe_permute_mxfp4_quant(x, torch.tensor([[1, 0], [1, -1]]), num_experts=2, n=64)
+        >>> rows.input_permutation.tolist(), rows.output[:, 0].tolist(), tuple(rows.output_scale.shape)
+        ([0, 0, 1, -1], [119, 119, 238, 0], (256, 4))
+    """
+    op = "moe_permute_mxfp4_quant"
+    _refuse_grad(op, hidden_states=hidden_states)
+    routing = (topk_ids, num_experts, n)
+    options = {"is_gated": is_gated, "expert_map": expert_map}
+    if out is None:
+        return PermutedQuantizedRows(*_ops.moe_permute_mxfp4_quant.default(hidden_states, *routing, **options))
+    result = _as_result(op, PermutedQuantizedRows, out)
+    _ops.moe_permute_mxfp4_quant.out(hidden_states, *routing, **options, **result._asdict())
+    return result
 
 
 def mxfp4_dequantize(

@@ -301,6 +301,23 @@ def shuffle_rows(x: Tensor, dst2src_map: Tensor) -> Tensor:
     return shuffled.view(-1).view(x.dtype).reshape(rows.shape[0], x.shape[1])
 
 
+def moe_permute_mxfp4_quant(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    n: int,
+    is_gated: bool = True,
+    expert_map: Tensor | None = None,
+    output_scale: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """bf16 / fp16 [m, K], int32 / int64 [m, topk] -> the results of metadata and of experts_quant, by name."""
+    data = metadata(topk_ids, num_experts, n, hidden_states.shape[1], is_gated, expert_map)
+    rows = shuffle_rows(hidden_states, data["input_permutation"])
+    offsets = data["expert_offsets"], data["blockscale_offsets"]
+    codes, scales = experts_quant(rows, *offsets, num_experts, data["sorted_expert_ids"], output_scale=output_scale)
+    return {**data, "output": codes, "output_scale": scales}
+
+
 def experts_quant(
     x: Tensor,
     expert_offsets: Tensor,

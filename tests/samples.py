@@ -124,7 +124,7 @@ def buffers(op: str, name: str, device: str, layout: str = "plain", optional: bo
     return {
         result: buffer(want.shape, want.dtype, layout, device)
         for result, want in expected(op, name).items()
-        if optional or op != "get_cutlass_moe_mm_data" or result not in OPTIONAL
+        if optional or result not in OPTIONAL
     }
 
 
@@ -287,6 +287,70 @@ METADATA = {
     "ids_transposed": _Routing(m=33, topk=8, E=20, layout="transposed", id_dtype=I64),
     "ids_padded_rows": _Routing(m=33, topk=8, E=36, layout="padded_rows"),
     "ids_expanded": _Routing(E=60, ids=[[7, 3, -1, 59]] * 33, layout="expanded"),
+}
+
+
+# The same with hidden states ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Permute(_Routing):
+    K: int = 96
+    dtype: torch.dtype = BF16
+    x_layout: str = "plain"
+
+    def build(self, name: str, device: str) -> Sample:
+        routing = super().build(name, device)
+        ids, E, n, _ = routing.args
+        x = _floats(ids.shape[0], self.K, self.dtype, _rng(f"{name} x"))
+        return Sample(name, (place(x, self.x_layout, device), ids, E, n), routing.kwargs)
+
+
+PERMUTE = {
+    "m0": _Permute(m=0, topk=8, K=64),
+    "topk0": _Permute(m=3, topk=0, E=2, K=64, dtype=FP16),
+    "m1_topk1_E1_K32": _Permute(m=1, topk=1, E=1, K=32),
+    "m33_topk2_E17_K160": _Permute(m=33, topk=2, E=17, K=160, id_dtype=I64),
+    "m0_int64_E256": _Permute(m=0, topk=2, E=256, K=7168, id_dtype=I64),
+    "m1_topk3_E17_K2880_fp16": _Permute(m=1, topk=3, E=17, K=2880, dtype=FP16, id_dtype=I64),
+    "m1_topk8_E256_K7168": _Permute(m=1, topk=8, E=256, K=7168),
+    "m33_topk1_E1_K2880": _Permute(m=33, topk=1, E=1, K=2880),
+    "m33_topk3_E20_K160_fp16": _Permute(m=33, topk=3, E=20, K=160, dtype=FP16),
+    "m33_topk8_E36_K32": _Permute(m=33, topk=8, E=36, K=32, low=-3, id_dtype=I64),
+    "m33_topk8_E60_K96_fp16": _Permute(m=33, topk=8, E=60, low=-5, dtype=FP16),
+    "m33_topk2_E256_K7168_fp16": _Permute(m=33, topk=2, E=256, K=7168, dtype=FP16),
+    "m300_topk3_E2_K1056": _Permute(m=300, topk=3, E=2, K=1056),
+    "m129_topk8_E1300": _Permute(m=129, topk=8, E=1300, low=-100),
+    "m4097_topk8_E128_K32": _Permute(m=4097, topk=8, E=128, K=32, low=-10, id_dtype=I64),
+    "m5000_topk1_E3": _Permute(m=5000, topk=1, E=3, low=-1),
+    "m80_topk2_E20_K7168": _Permute(m=80, topk=2, E=20, K=7168, low=-2),
+    "m525_topk8_E17_K1056": _Permute(m=525, topk=8, E=17, K=1056, low=-2, id_dtype=I64),
+    "counts_0_1_128_129": _Permute(E=5, ids=_ids_with_counts(0, 1, 128, 129, 0), K=160),
+    "one_expert_thrice": _Permute(E=36, ids=[[35, 35, 35]] * 50),
+    "minus_one": _Permute(E=2, ids=[[0, -1], [1, -1], [-1, -1]]),
+    "beyond_E": _Permute(E=4, ids=[[5, 1], [4, 3], [INT32_MAX, INT32_MIN], [-7, 0]], dtype=FP16),
+    "first_slots_have_none": _Permute(E=3, ids=[[-1, 3, 2], [-1, -1, -1], [9, 0, 1]] * 11, K=160),
+    "no_expert_at_all": _Permute(E=17, ids=[[17, -1, 1000]] * 40),
+    "int64_beyond_2^32": _Permute(E=4, ids=_BEYOND_INT32, id_dtype=I64),
+    "not_gated": _Permute(m=33, topk=3, E=17, is_gated=False),
+    "map": _Permute(m=33, topk=8, E=30, global_experts=60, expert_map=_HALF_LOCAL, K=160),
+    "map_int64": _Permute(m=33, topk=8, E=30, global_experts=60, expert_map=_HALF_LOCAL, id_dtype=I64),
+    "map_empty": _Permute(E=2, ids=[[0, 1], [1, -1]], expert_map=[]),
+    "map_to_beyond_E": _Permute(E=3, ids=[[0, 1], [2, 3]], expert_map=[3, 2, INT32_MAX, INT32_MIN]),
+    "map_strided": _Permute(
+        m=33, topk=3, E=30, low=-2, global_experts=62, expert_map=_HALF_LOCAL, map_layout="strided"
+    ),
+    "ids_slice": _Permute(m=33, topk=3, E=17, layout="slice"),
+    "ids_strided": _Permute(m=33, topk=3, E=17, low=-1, layout="strided", id_dtype=I64),
+    "ids_transposed": _Permute(m=33, topk=8, E=20, layout="transposed"),
+    "ids_expanded": _Permute(E=60, ids=[[7, 3, -1, 59]] * 33, layout="expanded"),
+    "x_slice": _Permute(m=33, topk=3, E=17, K=160, x_layout="slice"),
+    "x_padded_rows": _Permute(m=33, topk=3, E=17, x_layout="padded_rows"),
+    "x_odd_rows": _Permute(m=33, topk=2, E=17, x_layout="odd_rows", dtype=FP16),
+    "x_strided": _Permute(m=33, topk=3, E=17, x_layout="strided"),
+    "x_transposed": _Permute(m=33, topk=2, E=17, K=160, x_layout="transposed", dtype=FP16),
+    "x_expanded": _Permute(m=33, topk=3, E=17, K=160, x_layout="expanded"),
+    "x_one_padded_row": _Permute(m=1, topk=3, E=17, x_layout="padded_rows"),
 }
 
 
@@ -514,11 +578,15 @@ DEQUANT = {
 
 # All ops --------------------------------------------------------------------------------------------------------------
 
+METADATA_OP = "get_cutlass_moe_mm_data"
+PERMUTE_OP = "moe_permute_mxfp4_quant"
 SILU = "silu_and_mul_mxfp4_experts_quant"
 QUANT_OPS = ("mxfp4_experts_quant", SILU)
+ROUTING_OPS = (METADATA_OP, PERMUTE_OP)
 
 SAMPLES: dict[str, dict[str, object]] = {
-    "get_cutlass_moe_mm_data": METADATA,
+    METADATA_OP: METADATA,
+    PERMUTE_OP: PERMUTE,
     "shuffle_rows": SHUFFLE,
     "mxfp4_experts_quant": QUANT,
     SILU: QUANT,
@@ -535,8 +603,10 @@ def sample(op: str, name: str, device: str) -> Sample:
 
 def oracle(op: str, args: tuple, kwargs: dict[str, object], output_scale: Tensor | None = None) -> dict[str, Tensor]:
     """The results by name that tests/reference.py gives; `output_scale` as in reference.experts_quant."""
-    if op == "get_cutlass_moe_mm_data":
+    if op == METADATA_OP:
         return reference.metadata(*args, **kwargs)
+    if op == PERMUTE_OP:
+        return reference.moe_permute_mxfp4_quant(*args, **kwargs, output_scale=output_scale)
     if op == "shuffle_rows":
         return {"output": reference.shuffle_rows(*args)}
     if op == "mxfp4_dequantize":
@@ -549,7 +619,7 @@ def oracle(op: str, args: tuple, kwargs: dict[str, object], output_scale: Tensor
 def expected(op: str, name: str, out: bool = False) -> dict[str, Tensor]:
     """The oracle's results of a sample; with `out`, what an `.out` call leaves in poisoned buffers."""
     made = sample(op, name, "cpu")
-    if not out or op not in QUANT_OPS:
+    if not out or op not in (*QUANT_OPS, PERMUTE_OP):
         return oracle(op, made.args, made.kwargs)
     padding = torch.full_like(expected(op, name)["output_scale"], OUTPUT_POISON)
     return oracle(op, made.args, made.kwargs, padding)

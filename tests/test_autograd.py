@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mxfp4_ops
 
-QUANT = (mxfp4_ops.mxfp4_experts_quant, mxfp4_ops.silu_and_mul_mxfp4_experts_quant)
+QUANT = (mxfp4_ops.mxfp4_experts_quant, mxfp4_ops.silu_and_mul_mxfp4_experts_quant, mxfp4_ops.moe_permute_mxfp4_quant)
 each_quant = pytest.mark.parametrize("quant", QUANT, ids=lambda quant: quant.__name__)
 
 MAPS = {
@@ -128,14 +128,16 @@ def test_no_gradient_is_recorded_without_need() -> None:
 # Ops without a backward -----------------------------------------------------------------------------------------------
 
 
-def quant_arguments(requires_grad: bool = True) -> tuple:
+def quant_arguments(quant: Callable, requires_grad: bool = True) -> tuple:
     input = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=requires_grad)
+    if quant is mxfp4_ops.moe_permute_mxfp4_quant:
+        return input, torch.tensor([[0], [1], [1]]), 2, 32
     offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
     return input, offsets, torch.tensor([0, 128, 256], dtype=torch.int32), 2
 
 
-def quant_out(quant: Callable) -> tuple[Tensor, Tensor]:
-    return tuple(torch.zeros_like(t) for t in quant(*quant_arguments(requires_grad=False)))
+def quant_out(quant: Callable) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(t) for t in quant(*quant_arguments(quant, requires_grad=False)))
 
 
 def refusal(call: Callable, *args: object, **kwargs: object) -> str:
@@ -145,18 +147,20 @@ def refusal(call: Callable, *args: object, **kwargs: object) -> str:
 
 
 def test_quant_refuses_an_input_that_requires_grad() -> None:
-    messages = (textwrap.fill(refusal(quant, *quant_arguments()), 100) for quant in QUANT)
+    messages = (textwrap.fill(refusal(quant, *quant_arguments(quant)), 100) for quant in QUANT)
     assert_expected_inline("\n".join(messages), """\
 mxfp4_experts_quant: input must not require grad, for there is no backward: call it under
 torch.no_grad() or torch.inference_mode(), or on a detached tensor where no gradient is wanted
 silu_and_mul_mxfp4_experts_quant: input must not require grad, for there is no backward: call it
+under torch.no_grad() or torch.inference_mode(), or on a detached tensor where no gradient is wanted
+moe_permute_mxfp4_quant: hidden_states must not require grad, for there is no backward: call it
 under torch.no_grad() or torch.inference_mode(), or on a detached tensor where no gradient is wanted""")
 
 
 @each_quant
 def test_quant_into_buffers_refuses_it_too(quant: Callable) -> None:
     out = quant_out(quant)
-    assert refusal(quant, *quant_arguments(), out=out) == refusal(quant, *quant_arguments())
+    assert refusal(quant, *quant_arguments(quant), out=out) == refusal(quant, *quant_arguments(quant))
     assert not any(t.any() for t in out)
 
 
@@ -164,19 +168,19 @@ def test_quant_into_buffers_refuses_it_too(quant: Callable) -> None:
 def test_compiled_quant_refuses_it_too(quant: Callable) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(quant, backend="aot_eager", fullgraph=True)
-    assert refusal(quant, *quant_arguments()) in refusal(compiled, *quant_arguments())
+    assert refusal(quant, *quant_arguments(quant)) in refusal(compiled, *quant_arguments(quant))
 
 
 @each_quant
 def test_default_overload_refuses_it_too(quant: Callable) -> None:
     op = getattr(torch.ops.mxfp4_ops, quant.__name__)
-    output, output_scale = quant_out(quant)
-    into_buffers = functools.partial(op.out, output=output, output_scale=output_scale)
+    names = (result.name for result in op.default._schema.returns)
+    into_buffers = functools.partial(op.out, **dict(zip(names, quant_out(quant), strict=True)))
     # In the same words as the function, leaf or not.
-    assert refusal(op.default, *quant_arguments()) == refusal(quant, *quant_arguments())
-    assert refusal(into_buffers, *quant_arguments()) == refusal(quant, *quant_arguments())
-    input, *where = quant_arguments()
-    assert refusal(op.default, input * 1, *where) == refusal(quant, *quant_arguments())
+    assert refusal(op.default, *quant_arguments(quant)) == refusal(quant, *quant_arguments(quant))
+    assert refusal(into_buffers, *quant_arguments(quant)) == refusal(quant, *quant_arguments(quant))
+    input, *where = quant_arguments(quant)
+    assert refusal(op.default, input * 1, *where) == refusal(quant, *quant_arguments(quant))
 
 
 def test_raw_shuffle_into_a_buffer_refuses_it_too() -> None:
@@ -188,7 +192,7 @@ def test_raw_shuffle_into_a_buffer_refuses_it_too() -> None:
 @each_quant
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_quant_where_no_gradient_is_wanted(quant: Callable, mode: Callable) -> None:
-    input, *where = quant_arguments()
+    input, *where = quant_arguments(quant)
     want = quant(input.detach(), *where)
     out = quant_out(quant)
     with mode():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from samples import ROUTING_OPS
 from torch._subclasses import FakeTensorMode
 
 import mxfp4_ops
@@ -28,6 +29,9 @@ def good(op: str) -> dict:
     match op:
         case "get_cutlass_moe_mm_data":
             return dict(topk_ids=torch.zeros(2, 2, dtype=torch.int64), num_experts=3, n=32, k=64, expert_map=i32(5))
+        case "moe_permute_mxfp4_quant":
+            routing = good("get_cutlass_moe_mm_data")
+            return dict(hidden_states=torch.zeros(2, routing.pop("k"), dtype=torch.bfloat16)) | routing
         case "shuffle_rows":
             return dict(input=torch.zeros(2, 3), dst2src_map=i32(4))
         case "mxfp4_experts_quant":
@@ -53,6 +57,8 @@ def buffers(op: str) -> dict:
             names = ("expert_offsets", "blockscale_offsets", "problem_sizes1", "problem_sizes2")
             names += ("input_permutation", "output_permutation", "sorted_expert_ids")
             return dict(zip(names, (i32(4), i32(4), i32(3, 3), i32(3, 3), i32(4), i32(4), i32(4))))
+        case "moe_permute_mxfp4_quant":
+            return buffers("get_cutlass_moe_mm_data") | buffers("mxfp4_experts_quant")
         case "shuffle_rows":
             return dict(output=torch.zeros(4, 3))
         case "mxfp4_dequantize":
@@ -62,7 +68,7 @@ def buffers(op: str) -> dict:
 
 
 OPS = [
-    "get_cutlass_moe_mm_data",
+    *ROUTING_OPS,
     "shuffle_rows",
     "mxfp4_experts_quant",
     "silu_and_mul_mxfp4_experts_quant",
@@ -110,12 +116,7 @@ def test_fake_and_kernel_say_the_same(op, overload, name):
         fakes = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     refused = 0
     for value in bad_values(arguments[name]):
-        if (
-            isinstance(value, int)
-            and value > 10**6
-            and name in ("num_experts", "n_experts")
-            and op == "get_cutlass_moe_mm_data"
-        ):
+        if isinstance(value, int) and value > 10**6 and name == "num_experts":
             continue  # valid, and gigabytes
         kernel = outcome(call, arguments | {name: value})
         with mode:
@@ -151,6 +152,10 @@ def test_messages_name_argument_requirement_and_value():
     bad("get_cutlass_moe_mm_data", topk_ids=torch.zeros(2, 2))
     bad("get_cutlass_moe_mm_data", topk_ids=i32(2))
     bad("get_cutlass_moe_mm_data", num_experts=0)
+    bad("moe_permute_mxfp4_quant", hidden_states=torch.zeros(2, 64))
+    bad("moe_permute_mxfp4_quant", hidden_states=torch.zeros(3, 64, dtype=torch.bfloat16))
+    bad("moe_permute_mxfp4_quant", hidden_states=torch.zeros(2, 48, dtype=torch.bfloat16))
+    bad("moe_permute_mxfp4_quant", n=0)
     bad("shuffle_rows", input=torch.zeros(3))
     bad("mxfp4_experts_quant", input=torch.zeros(4, 33, dtype=torch.bfloat16))
     bad("mxfp4_experts_quant", expert_offsets=i32(3))
@@ -163,6 +168,10 @@ def test_messages_name_argument_requirement_and_value():
 get_cutlass_moe_mm_data: topk_ids must have dtype torch.int32 or torch.int64, got torch.float32
 get_cutlass_moe_mm_data: topk_ids must be 2-dimensional [m, topk], got shape [2]
 get_cutlass_moe_mm_data: num_experts must be at least 1, got 0
+moe_permute_mxfp4_quant: hidden_states must have dtype torch.bfloat16 or torch.float16, got torch.float32
+moe_permute_mxfp4_quant: hidden_states must have shape [m, K] = [2, 64], got shape [3, 64]
+moe_permute_mxfp4_quant: hidden_states must have a positive multiple of 32 columns (K), got 48
+moe_permute_mxfp4_quant: n must be at least 1, got 0
 shuffle_rows: input must be 2-dimensional [rows, width], got shape [3]
 mxfp4_experts_quant: input must have a positive multiple of 32 columns (K), got 33
 mxfp4_experts_quant: expert_offsets must have shape [n_experts + 1] = [4], got shape [3]
@@ -176,7 +185,7 @@ mxfp4_dequantize: dtype must be torch.float32 or torch.bfloat16 or torch.float16
 def test_none_for_a_tensor(op, overload, name):
     arguments = good(op) | (buffers(op) if overload == "out" else {})
     optional = ["expert_map", "sorted_expert_ids"]
-    if op == "get_cutlass_moe_mm_data":
+    if op in ROUTING_OPS:
         optional.append("blockscale_offsets")
     if not isinstance(arguments[name], torch.Tensor) or name in optional:
         pytest.skip("None is a value that it may have, or it is no tensor")
@@ -200,26 +209,38 @@ def test_expanded_buffer_is_refused_before_anything_is_written(op):
         assert outcome(getattr(ops, op).out, meta) == message
 
 
-def test_what_int32_cannot_count():
+@pytest.mark.parametrize("op", ROUTING_OPS)
+def test_what_int32_cannot_count(op):
     ids = torch.empty(1, 2**31, dtype=torch.int32, device="meta")
-    message = "get_cutlass_moe_mm_data: topk_ids must have fewer than 2^31 routed rows, got 2147483648"
-    assert outcome(ops.get_cutlass_moe_mm_data, dict(topk_ids=ids, num_experts=4, n=1, k=1)) == message
+    more = dict(k=32) if op == "get_cutlass_moe_mm_data" else dict(hidden_states=torch.empty(1, 32, device="meta"))
+    message = f"{op}: topk_ids must have fewer than 2^31 routed rows, got 2147483648"
+    assert outcome(getattr(ops, op), dict(topk_ids=ids, num_experts=4, n=1) | more) == message
     one = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**31 - 1)
     for device in ("cpu", "meta"):
-        message = "get_cutlass_moe_mm_data: topk_ids must need fewer than 2^31 scale rows, got 2148003712"
-        arguments = dict(topk_ids=one.to(device) if device == "cpu" else ids[:, 1:], num_experts=4096, n=1, k=1)
-        assert outcome(ops.get_cutlass_moe_mm_data, arguments) == message
+        message = f"{op}: topk_ids must need fewer than 2^31 scale rows, got 2148003712"
+        arguments = dict(topk_ids=one.to(device) if device == "cpu" else ids[:, 1:], num_experts=4096, n=1)
+        more = {name: torch.zeros(1, 32, device=device) if name == "hidden_states" else 32 for name in more}
+        assert outcome(getattr(ops, op), arguments | more) == message
 
 
-def test_two_results_in_one_strided_buffer():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_columns_that_int32_cannot_count(device):
+    row = torch.zeros(1, 1, dtype=torch.bfloat16, device=device).expand(1, 2**31)
+    arguments = dict(hidden_states=row, topk_ids=i32(1, 1, device=device), num_experts=4, n=1)
+    message = "moe_permute_mxfp4_quant: hidden_states must have fewer than 2^31 columns, got 2147483648"
+    assert outcome(ops.moe_permute_mxfp4_quant, arguments) == message
+
+
+@pytest.mark.parametrize("op", ROUTING_OPS)
+def test_two_results_in_one_strided_buffer(op):
     wide = torch.zeros(8, dtype=torch.int32)
-    given = good("get_cutlass_moe_mm_data") | buffers("get_cutlass_moe_mm_data")
+    given = good(op) | buffers(op)
     given |= dict(input_permutation=wide[::2], output_permutation=wide[::2])
     message = "output_permutation must not share memory with input_permutation, got buffers that overlap"
-    assert message in outcome(ops.get_cutlass_moe_mm_data.out, given)
+    assert message in outcome(getattr(ops, op).out, given)
 
 
-def test_wrong_number_of_buffers():
-    given = good("get_cutlass_moe_mm_data")
-    with pytest.raises(RuntimeError, match="out must have 7 buffers .*, got 3"):
-        mxfp4_ops.get_cutlass_moe_mm_data(**given, out=(None, None, None))
+@pytest.mark.parametrize("op, count", [(ROUTING_OPS[0], 7), (ROUTING_OPS[1], 9), ("mxfp4_experts_quant", 2)])
+def test_wrong_number_of_buffers(op, count):
+    with pytest.raises(RuntimeError, match=f"{op}: out must have {count} buffers .*, got 3"):
+        getattr(mxfp4_ops, op)(**good(op), out=(None, None, None))

@@ -44,28 +44,31 @@ def functional(x: Tensor, topk_ids: Tensor, out: tuple | None = None) -> tuple:
     quantized = mxfp4_ops.mxfp4_experts_quant(rows, *where, data.sorted_expert_ids)
     activated = mxfp4_ops.silu_and_mul_mxfp4_experts_quant(rows, *where)
     values = mxfp4_ops.mxfp4_dequantize(*quantized, *where[:2], dtype=BF16)
-    return data, rows, quantized, activated, values
+    permuted = mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, N)
+    return data, rows, quantized, activated, values, permuted
 
 
 def out_keyword(x: Tensor, topk_ids: Tensor, out: tuple) -> tuple:
-    data, rows, quantized, activated, values = out
+    data, rows, quantized, activated, values, permuted = out
     where = (data.expert_offsets, data.blockscale_offsets, E)
     mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K, out=data)
     mxfp4_ops.shuffle_rows(x, data.input_permutation, out=rows)
     mxfp4_ops.mxfp4_experts_quant(rows, *where, data.sorted_expert_ids, out=quantized)
     mxfp4_ops.silu_and_mul_mxfp4_experts_quant(rows, *where, out=activated)
     mxfp4_ops.mxfp4_dequantize(*quantized, *where[:2], dtype=BF16, out=values)
+    mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, N, out=permuted)
     return out
 
 
 def out_overload(x: Tensor, topk_ids: Tensor, out: tuple) -> tuple:
-    data, rows, quantized, activated, values = out
+    data, rows, quantized, activated, values, permuted = out
     where = (data.expert_offsets, data.blockscale_offsets, E)
     ops.get_cutlass_moe_mm_data.out(topk_ids, E, N, K, **data._asdict())
     ops.shuffle_rows.out(x, data.input_permutation, output=rows)
     ops.mxfp4_experts_quant.out(rows, *where, data.sorted_expert_ids, **quantized._asdict())
     ops.silu_and_mul_mxfp4_experts_quant.out(rows, *where, **activated._asdict())
     ops.mxfp4_dequantize.out(*quantized, *where[:2], dtype=BF16, output=values)
+    ops.moe_permute_mxfp4_quant.out(x, topk_ids, E, N, **permuted._asdict())
     return out
 
 
@@ -97,7 +100,7 @@ def call_arguments(m: int, device: str = "cpu", ids_from: int = -1) -> tuple[Ten
 
 def batched(x: Tensor, topk_ids: Tensor, out: tuple) -> list[Tensor]:
     """The arguments whose first dimension grows with the batch."""
-    return [x, topk_ids, *out[0][4:], *tree_leaves(out[1:])]
+    return [x, topk_ids, *out[0][4:], *tree_leaves(out[1:5]), *out[5][4:]]
 
 
 def assert_trees_same(got: object, want: object, case: str) -> None:
@@ -136,8 +139,9 @@ def test_neighbours_that_inductor_fuses(device: str) -> None:
     def layer(x: Tensor, topk_ids: Tensor) -> tuple:
         # Exact in bf16 and float32, so that fusing them changes no byte; transposed, so that strides are not plain.
         x = (x.t() * 2).t()
-        data, rows, quantized, activated, values = functional(x, topk_ids + 1)
-        return data.expert_offsets * 2, rows.float() + 1, quantized.output_scale + 1, activated, values * 0.5
+        data, rows, quantized, activated, values, permuted = functional(x, topk_ids + 1)
+        permuted = permuted._replace(output=permuted.output + 1)
+        return data.expert_offsets * 2, rows.float() + 1, quantized.output_scale + 1, activated, values * 0.5, permuted
 
     x, topk_ids, _ = call_arguments(33, device)
     compiled = torch.compile(layer, fullgraph=True)
@@ -293,7 +297,9 @@ mxfp4_ops.get_cutlass_moe_mm_data.default: [17] [17] [16, 3] [16, 3] [4*m] [4*m]
 mxfp4_ops.shuffle_rows.default: [4*m, 192]
 mxfp4_ops.mxfp4_experts_quant.default: [4*m, 96] [128*(((4*m + 127*Min(16, 4*m))//128)), 8]
 mxfp4_ops.silu_and_mul_mxfp4_experts_quant.default: [4*m, 48] [128*(((4*m + 127*Min(16, 4*m))//128)), 4]
-mxfp4_ops.mxfp4_dequantize.default: [4*m, 192]""")
+mxfp4_ops.mxfp4_dequantize.default: [4*m, 192]
+mxfp4_ops.moe_permute_mxfp4_quant.default: [17] [17] [16, 3] [16, 3] [4*m] [4*m] [4*m] [4*m, 96]\
+ [128*(((4*m + 127*Min(16, 4*m))//128)), 8]""")
 
 
 def test_graph_of_the_out_overloads() -> None:
@@ -302,7 +308,9 @@ auto_functionalized_v2(mxfp4_ops.get_cutlass_moe_mm_data.out): [17] [17] [16, 3]
 auto_functionalized_v2(mxfp4_ops.shuffle_rows.out): [4*m, 192]
 auto_functionalized_v2(mxfp4_ops.mxfp4_experts_quant.out): [4*m, 96] [S, 8]
 auto_functionalized_v2(mxfp4_ops.silu_and_mul_mxfp4_experts_quant.out): [4*m, 48] [S, 4]
-auto_functionalized_v2(mxfp4_ops.mxfp4_dequantize.out): [4*m, 192]""")
+auto_functionalized_v2(mxfp4_ops.mxfp4_dequantize.out): [4*m, 192]
+auto_functionalized_v2(mxfp4_ops.moe_permute_mxfp4_quant.out): [17] [17] [16, 3] [16, 3] [4*m] [4*m] [4*m]\
+ [4*m, 96] [S, 8]""")
 
 
 # Dynamic shapes -------------------------------------------------------------------------------------------------------
@@ -366,20 +374,22 @@ def test_unmarked_batches_compile_twice(form: Callable) -> None:
 
 @each_backend
 def test_one_compilation_serves_every_width(backend: str) -> None:
-    def quant(rows: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor) -> tuple:
+    def quant(rows: Tensor, topk_ids: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor) -> tuple:
         where = (expert_offsets, blockscale_offsets)
+        permuted = mxfp4_ops.moe_permute_mxfp4_quant(rows, topk_ids, 3, N)
         quantized = mxfp4_ops.mxfp4_experts_quant(rows, *where, 3)
         activated = mxfp4_ops.silu_and_mul_mxfp4_experts_quant(rows, *where, 3)
-        return quantized, activated, mxfp4_ops.mxfp4_dequantize(*quantized, *where, dtype=torch.float32)
+        return permuted, quantized, activated, mxfp4_ops.mxfp4_dequantize(*quantized, *where, dtype=torch.float32)
 
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(quant, backend=counter, fullgraph=True)
     where = (torch.tensor([0, 1, 1, 5], dtype=torch.int32), torch.tensor([0, 128, 128, 256], dtype=torch.int32))
     for R, width in ((7, 64), (5, 320), (150, 2880), (6, 128)):
-        rows = torch.randn(R, width, dtype=BF16)
-        for dim in (0, 1):
-            torch._dynamo.mark_dynamic(rows, dim)
-        assert_trees_same(compiled(rows, *where), quant(rows, *where), f"R = {R}, width = {width}")
+        rows, topk_ids = torch.randn(R, width, dtype=BF16), torch.randint(-1, 3, (R, 2))
+        for t, dim in ((rows, 0), (rows, 1), (topk_ids, 0)):
+            torch._dynamo.mark_dynamic(t, dim)
+        arguments = (rows, topk_ids, *where)
+        assert_trees_same(compiled(*arguments), quant(*arguments), f"R = {R}, width = {width}")
     assert counter.frame_count == 1
 
 
@@ -399,8 +409,8 @@ def test_buffer_sizes_are_computed_in_the_graph(mark: Callable) -> None:
 
 
 def symbolic(mode: FakeTensorMode, t: Tensor, name: str) -> Tensor:
-    """A fake of `t` with a symbol for its first dimension."""
-    dims = [DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (t.dim() - 1)
+    """A fake of `t` with a symbol for its first dimension, the same one for the same size."""
+    dims = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
     return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dims), source=ConstantSource(name))
 
 
@@ -444,6 +454,8 @@ BAD_CALLS = (
         zeros(3, 2), 4, 64, 32, expert_offsets=zeros(5), problem_sizes1=zeros(4, 3), problem_sizes2=zeros(4, 3),
         input_permutation=zeros(6), output_permutation=zeros(5),
     ),
+    lambda: mxfp4_ops.moe_permute_mxfp4_quant(zeros(3, 32, dtype=BF16), zeros(2, 2), 4, 64),
+    lambda: mxfp4_ops.moe_permute_mxfp4_quant(zeros(2, 32, dtype=BF16), zeros(2, 2), 4, 64, expert_map=zeros(2, 2)),
     lambda: mxfp4_ops.shuffle_rows(zeros(3), zeros(2)),
     lambda: mxfp4_ops.shuffle_rows(zeros(3, 2), zeros(2), out=zeros(2, 2, dtype=BF16)),
     lambda: mxfp4_ops.mxfp4_experts_quant(zeros(3, 32), zeros(5), zeros(5), 4),
@@ -473,6 +485,8 @@ def test_errors_say_what_eager_says() -> None:
 get_cutlass_moe_mm_data: topk_ids must have dtype torch.int32 or torch.int64, got torch.int16
 get_cutlass_moe_mm_data: num_experts must be at least 1, got 0
 get_cutlass_moe_mm_data: output_permutation must have shape [m * topk] = [6], got shape [5]
+moe_permute_mxfp4_quant: hidden_states must have shape [m, K] = [2, 32], got shape [3, 32]
+moe_permute_mxfp4_quant: expert_map must be 1-dimensional [global experts], got shape [2, 2]
 shuffle_rows: input must be 2-dimensional [rows, width], got shape [3]
 shuffle_rows: output must have dtype torch.int32, got torch.bfloat16
 mxfp4_experts_quant: input must have dtype torch.bfloat16 or torch.float16, got torch.int32

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from samples import assert_same, capture
+from samples import SAMPLES, assert_same, capture
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -20,7 +20,7 @@ POISON = 77
 
 def chain(x: Tensor, topk_ids: Tensor, out: tuple | None = None) -> tuple:
     """Every op, functional or into `out`, which has the structure of the results."""
-    outs = out or (None,) * 6
+    outs = out or (None,) * 8
     data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K, out=outs[0])
     where = (data.expert_offsets, data.blockscale_offsets)
     rows = mxfp4_ops.shuffle_rows(x, data.input_permutation, out=outs[1])
@@ -28,7 +28,9 @@ def chain(x: Tensor, topk_ids: Tensor, out: tuple | None = None) -> tuple:
     quantized = mxfp4_ops.mxfp4_experts_quant(rows, *where, E, data.sorted_expert_ids, out=outs[3])
     activated = mxfp4_ops.silu_and_mul_mxfp4_experts_quant(rows, *where, E, data.sorted_expert_ids, out=outs[4])
     values = mxfp4_ops.mxfp4_dequantize(*quantized, *where, dtype=torch.bfloat16, out=outs[5])
-    return data, rows, searched, quantized, activated, values
+    permuted = mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, N, out=outs[6])
+    permuted_values = mxfp4_ops.mxfp4_dequantize(*permuted[-2:], *permuted[:2], dtype=torch.bfloat16, out=outs[7])
+    return data, rows, searched, quantized, activated, values, permuted, permuted_values
 
 
 def routing(name: str, m: int = M) -> Tensor:
@@ -109,7 +111,7 @@ def test_out_into_a_buffer_zeroed_once() -> None:
         topk_ids.copy_(routing(name))
         graph.replay()
         want = chain(x, topk_ids)
-        for i in (0, 1, 5):  # the values hold every code and scale that has a meaning
+        for i in (0, 1, 5, 7):  # the values hold every code and scale that has a meaning
             assert_results_same(out[i], want[i], f"{name}: {i}")
 
 
@@ -128,8 +130,11 @@ def test_expert_map_may_change_between_replays() -> None:
     expert_map = torch.full((64,), -1, dtype=torch.int32, device="cuda")
     expert_map[:E] = torch.arange(E)
 
+    x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
+
     def call() -> tuple:
-        return mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K, expert_map=expert_map)
+        data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K, expert_map=expert_map)
+        return data, mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, N, expert_map=expert_map)
 
     graph, results = capture(call)
     for shift in (0, 5, 47):
@@ -179,6 +184,8 @@ def late_input_of(op: str) -> tuple[Tensor, Callable[[Tensor], object]]:
     function = getattr(mxfp4_ops, op)
     if op == "get_cutlass_moe_mm_data":
         return topk_ids, lambda ids: function(ids, E, N, K)
+    if op == "moe_permute_mxfp4_quant":
+        return x, lambda x: function(x, topk_ids, E, N)
     if op == "shuffle_rows":
         return x, lambda x: function(x, data.input_permutation)
     if op == "mxfp4_dequantize":
@@ -186,16 +193,7 @@ def late_input_of(op: str) -> tuple[Tensor, Callable[[Tensor], object]]:
     return rows, lambda rows: function(rows, *where, E)
 
 
-each_op = pytest.mark.parametrize(
-    "op",
-    [
-        "get_cutlass_moe_mm_data",
-        "shuffle_rows",
-        "mxfp4_experts_quant",
-        "silu_and_mul_mxfp4_experts_quant",
-        "mxfp4_dequantize",
-    ],
-)
+each_op = pytest.mark.parametrize("op", SAMPLES)
 
 
 @each_op
@@ -293,7 +291,9 @@ def test_empty_inputs_leave_no_error() -> None:
     for _ in range(3):
         chain(*empty)
         chain(*empty, out)
-        mxfp4_ops.get_cutlass_moe_mm_data(torch.zeros(3, 0, dtype=torch.int32, device="cuda"), E, N, K)
+        no_slots = torch.zeros(3, 0, dtype=torch.int32, device="cuda")
+        mxfp4_ops.get_cutlass_moe_mm_data(no_slots, E, N, K)
+        mxfp4_ops.moe_permute_mxfp4_quant(torch.zeros(3, K, dtype=torch.bfloat16, device="cuda"), no_slots, E, N)
         mxfp4_ops.shuffle_rows(torch.zeros(0, 64, device="cuda"), torch.tensor([-1, 0], device="cuda"))
         mxfp4_ops.shuffle_rows(torch.zeros(3, 0, device="cuda"), torch.tensor([-1, 0], device="cuda"))
     torch.cuda.synchronize()

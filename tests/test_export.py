@@ -50,7 +50,20 @@ class QuantizeIntoBuffers(torch.nn.Module):
         return tuple(mxfp4_ops.mxfp4_experts_quant(rows, *where, out=buffers))
 
 
-MODULES = (Quantize, QuantizeAndBack, QuantizeIntoBuffers)
+class Permute(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        return tuple(mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, N))
+
+
+class PermuteIntoBuffers(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        shapes = mxfp4_ops.meta.moe_permute_shapes(*topk_ids.shape, K, E)
+        dtypes = 7 * [torch.int32] + 2 * [torch.uint8]
+        buffers = tuple(torch.full(shape, 7, dtype=dtype, device=x.device) for shape, dtype in zip(shapes, dtypes))
+        return tuple(mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, N, out=buffers))
+
+
+MODULES = (Quantize, QuantizeAndBack, QuantizeIntoBuffers, Permute, PermuteIntoBuffers)
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 
 
@@ -85,17 +98,23 @@ def test_dynamic_batch(module: type, dim: Dim, strict: bool, device: str) -> Non
     check(exported(module(), dim, device, strict).module(), module(), BATCHES, device)
 
 
-def test_range_of_the_batch_is_the_callers() -> None:
+@pytest.mark.parametrize("module", [QuantizeAndBack, Permute])
+def test_range_of_the_batch_is_the_callers(module: type) -> None:
     """No check of ours narrows the range that the caller gave."""
-    program = exported(QuantizeAndBack(), Dim("m", min=0, max=4096))
+    program = exported(module(), Dim("m", min=0, max=4096))
     assert [(r.lower, r.upper) for r in program.range_constraints.values()] == [(0, 4096)]
 
 
 def test_ops_stay_whole() -> None:
     """Decomposition leaves one call per op and no assertion beside them."""
-    program = exported(QuantizeAndBack(), Dim("m")).run_decompositions()
-    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert [name for name in called if "getitem" not in name] == [
+
+    def called(module: torch.nn.Module) -> list[str]:
+        graph = exported(module, Dim("m")).run_decompositions().graph
+        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        return [name for name in names if "getitem" not in name]
+
+    assert called(Permute()) == ["mxfp4_ops.moe_permute_mxfp4_quant.default"]
+    assert called(QuantizeAndBack()) == [
         "mxfp4_ops.get_cutlass_moe_mm_data.default",
         "mxfp4_ops.shuffle_rows.default",
         "mxfp4_ops.mxfp4_experts_quant.default",
@@ -129,6 +148,8 @@ def test_saved_and_loaded(module: type, device: str) -> None:
             marks=pytest.mark.xfail(not AOTI_TAKES_DTYPES, reason="pytorch/pytorch#169157: wrong dtype argument"),
         ),
         QuantizeIntoBuffers,
+        Permute,
+        PermuteIntoBuffers,
     ],
     ids=lambda module: module.__name__,
 )
@@ -148,11 +169,17 @@ class Dequantize(torch.nn.Module):
         return mxfp4_ops.mxfp4_dequantize(*rows, data.expert_offsets, data.blockscale_offsets, dtype=torch.bfloat16)
 
 
+class DequantizePermuted(torch.nn.Module):
+    def forward(self, rows: mxfp4_ops.PermutedQuantizedRows) -> tuple[Tensor, mxfp4_ops.PermutedQuantizedRows]:
+        return mxfp4_ops.mxfp4_dequantize(*rows[-2:], *rows[:2], dtype=torch.bfloat16), rows
+
+
 def test_named_results_are_saved_and_loaded() -> None:
     ids = torch.tensor([[0, 3], [1, 3]])
     data = mxfp4_ops.get_cutlass_moe_mm_data(ids, 4, 64, 64)
     rows = mxfp4_ops.mxfp4_experts_quant(torch.randn(4, 64).bfloat16(), data.expert_offsets, data.blockscale_offsets, 4)
-    for module, inputs in ((Routing(), (ids,)), (Dequantize(), (rows, data))):
+    permuted = mxfp4_ops.moe_permute_mxfp4_quant(torch.randn(2, 64).bfloat16(), ids, 4, 64)
+    for module, inputs in ((Routing(), (ids,)), (Dequantize(), (rows, data)), (DequantizePermuted(), (permuted,))):
         file = io.BytesIO()
         torch.export.save(torch.export.export(module, inputs), file)
         file.seek(0)
@@ -164,6 +191,7 @@ def test_named_results_are_saved_and_loaded() -> None:
         assert all(map(torch.equal, torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want)))
 
     file = io.BytesIO()
-    torch.save((data, rows), file)
+    torch.save((data, rows, permuted), file)
     file.seek(0)
-    assert all(map(torch.equal, torch.load(file, weights_only=True)[0], data))
+    for got, want in zip(torch.load(file, weights_only=True), (data, rows, permuted), strict=True):
+        assert type(got) is type(want) and all(map(torch.equal, got, want))

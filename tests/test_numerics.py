@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import reference
 import torch
-from samples import BF16, FP16, I32, assert_same, run_python
+from samples import BF16, FP16, I32, PERMUTE_OP, QUANT_OPS, assert_same, run_python
 from torch import Tensor
 
 import mxfp4_ops
 from mxfp4_ops import _library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUANT_OP, SILU_OP = QUANT_OPS
+each_quant = pytest.mark.parametrize("op", [QUANT_OP, PERMUTE_OP])
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {"bf16": BF16, "fp16": FP16}
@@ -31,11 +34,14 @@ def one_expert(R: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return offsets[0], offsets[1]
 
 
-def quantize(x: Tensor, device: str = "cpu", silu: bool = False) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, device: str = "cpu", op: str = QUANT_OP) -> tuple[Tensor, Tensor]:
     """The op on one expert -> codes uint8 [R, K/2], scales uint8 [R, K/32] (flat), on the CPU."""
-    op = mxfp4_ops.silu_and_mul_mxfp4_experts_quant if silu else mxfp4_ops.mxfp4_experts_quant
     R = x.shape[0]
-    codes, scale = (t.cpu() for t in op(x.to(device), *one_expert(R, device), 1))
+    if op == PERMUTE_OP:
+        routing = torch.zeros(R, 1, dtype=I32, device=device), 1, 32
+    else:
+        routing = *one_expert(R, device), 1
+    *_, codes, scale = (t.cpu() for t in getattr(mxfp4_ops, op)(x.to(device), *routing))
     return codes, reference.unswizzle(scale, *one_expert(R), R, 1, 2 * codes.shape[1])
 
 
@@ -70,13 +76,14 @@ def comparable_blocks(source: str, x: Tensor) -> Tensor:
     return value.isfinite().all(dim=1) & ((amax == 0) | (amax >= 1.75 * 2.0**-125))
 
 
+@each_quant
 @pytest.mark.parametrize("source", ["contract", "torchao018_even", "nvidia_headers_upstream"])
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_golden_blocks(name: str, source: str, device: str) -> None:
+def test_golden_blocks(name: str, source: str, op: str, device: str) -> None:
     x, want = load(f"in_{name}")["x"], load(f"{source}/{name}")
     comparable = comparable_blocks(source, x)
     assert comparable.sum() > 6
-    got_codes, got_scales = in_blocks(*quantize(x, device))
+    got_codes, got_scales = in_blocks(*quantize(x, device, op))
     want_codes, want_scales = in_blocks(want["codes"], want["scales"])
     assert_same(got_scales[comparable], want_scales[comparable], f"{source} {name} scales")
     assert_same(got_codes[comparable], want_codes[comparable], f"{source} {name} codes")
@@ -156,20 +163,22 @@ def oracle(sweep: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return reference.quantize_blocks(reference.silu_and_mul(SILU_SWEEPS[sweep](dtype)))
 
 
+@each_quant
 @pytest.mark.parametrize("dtype, scales", [(BF16, 255), (FP16, 44)], ids=DTYPES)
-def test_every_pattern_under_every_scale(dtype: torch.dtype, scales: int, device: str) -> None:
+def test_every_pattern_under_every_scale(dtype: torch.dtype, scales: int, op: str, device: str) -> None:
     x, want = every_pattern_under_every_scale(dtype), oracle("patterns", dtype)
     # bf16: 0 to 253 and NaN. fp16: amax of zero, 101 to 141, infinity, NaN.
     assert len(want[1].unique()) == scales
-    assert_blocks(x, quantize(x, device), want, str(dtype))
+    assert_blocks(x, quantize(x, device, op), want, str(dtype))
 
 
+@each_quant
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("K", [32, 64, 96, 128, 160, 1024, 2048])
-def test_width_does_not_matter(dtype: torch.dtype, K: int, device: str) -> None:
+def test_width_does_not_matter(dtype: torch.dtype, K: int, op: str, device: str) -> None:
     blocks = every_pattern_under_every_scale(dtype).reshape(-1, 32)[::97]
     x = as_matrix(blocks, K // 32)
-    assert_blocks(x, quantize(x, device), reference.quantize_blocks(x), f"{dtype} {K}")
+    assert_blocks(x, quantize(x, device, op), reference.quantize_blocks(x), f"{dtype} {K}")
 
 
 # silu -----------------------------------------------------------------------------------------------------------------
@@ -209,7 +218,7 @@ SILU_SWEEPS = {"ups": functools.cache(every_gate), "boundaries": functools.cache
 @pytest.mark.parametrize("sweep", SILU_SWEEPS)
 def test_every_gate_of_silu(sweep: str, dtype: torch.dtype, device: str) -> None:
     x, want = SILU_SWEEPS[sweep](dtype), oracle(sweep, dtype)
-    assert_blocks(reference.silu_and_mul(x), quantize(x, device, silu=True), want, f"{sweep} {dtype}")
+    assert_blocks(reference.silu_and_mul(x), quantize(x, device, SILU_OP), want, f"{sweep} {dtype}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -249,9 +258,10 @@ def test_dequantize_every_code_and_scale(dtype: torch.dtype, device: str) -> Non
 def all_bytes(dtype: torch.dtype) -> list[Tensor]:
     """Results of the float ops on the sweeps, on the CPU."""
     packed, scale = every_code_and_scale()
-    tensors = [*quantize(every_pattern_under_every_scale(dtype))]
+    patterns = every_pattern_under_every_scale(dtype)
+    tensors = [*quantize(patterns), *quantize(patterns, op=PERMUTE_OP)]
     for sweep in SILU_SWEEPS.values():
-        tensors += quantize(sweep(dtype), silu=True)
+        tensors += quantize(sweep(dtype), op=SILU_OP)
     return [*tensors, mxfp4_ops.mxfp4_dequantize(packed, scale, *one_expert(256), dtype=dtype)]
 
 

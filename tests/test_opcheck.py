@@ -4,10 +4,20 @@ An `.out` call gets every optional buffer, and every buffer poisoned: a write th
 only where the buffer was not right before.
 """
 
-
 import pytest
 import torch
-from samples import CASES, QUANT_OPS, Sample, buffers, overload, results, sample
+from samples import (
+    CASES,
+    METADATA_OP,
+    PERMUTE_OP,
+    QUANT_OPS,
+    ROUTING_OPS,
+    Sample,
+    buffers,
+    overload,
+    results,
+    sample,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,10 +30,15 @@ _QUANT_NAMES = (
 
 # opcheck compares with ops that torch does not have for 8-bit floats and fp4, and takes no NaN for equal.
 OPCHECK = {
-    "get_cutlass_moe_mm_data": (
+    METADATA_OP: (
         *("m0", "topk0", "m1_topk1_E1", "m33_topk3_E20", "m33_topk8_E256", "m17_E128", "not_gated", "minus_one"),
         *("beyond_E", "int64_beyond_2^32", "map", "map_strided", "map_expanded"),
         *("ids_slice_int64", "ids_transposed", "ids_expanded"),
+    ),
+    PERMUTE_OP: (
+        *("m0", "topk0", "m1_topk1_E1_K32", "m33_topk2_E17_K160", "m33_topk3_E20_K160_fp16", "m33_topk8_E36_K32"),
+        *("minus_one", "beyond_E", "no_expert_at_all", "int64_beyond_2^32", "not_gated", "map", "map_strided"),
+        *("ids_transposed", "ids_expanded", "x_slice", "x_odd_rows", "x_strided", "x_transposed", "x_expanded"),
     ),
     "shuffle_rows": (
         *("uint8_20", "bool_5", "bf16_7", "int32_1", "int64_5", "fp64_3", "complex64_2", "bf16_2880_from_33_to_264"),
@@ -68,8 +83,8 @@ def test_opcheck_of_other_buffers(op: str, layout: str, device: str) -> None:
     torch.library.opcheck(overload(op, "out"), *arguments(op, OPCHECK[op][3], "out", device, layout))
 
 
-def test_opcheck_of_metadata_without_optional_buffers(device: str) -> None:
-    op = "get_cutlass_moe_mm_data"
+@pytest.mark.parametrize("op", ROUTING_OPS)
+def test_opcheck_without_optional_buffers(op: str, device: str) -> None:
     made = sample(op, "map", device)
     views = {result: b.view for result, b in buffers(op, "map", device, optional=False).items()}
     torch.library.opcheck(overload(op, "out"), made.args, made.kwargs | views)

@@ -11,11 +11,15 @@ from samples import (
     GLIBC,
     I32,
     INT32_MAX,
+    METADATA_OP,
     OPTIONAL,
     OUT_LAYOUTS,
     OUTPUT_POISON,
+    PERMUTE,
+    PERMUTE_OP,
     QUANT,
     QUANT_OPS,
+    ROUTING_OPS,
     SAMPLES,
     Buffer,
     assert_same,
@@ -33,8 +37,6 @@ from torch import Tensor
 import mxfp4_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-METADATA_OP = "get_cutlass_moe_mm_data"
 
 
 def any_nan(op: str) -> bool:
@@ -109,6 +111,18 @@ def test_sorted_ids_give_the_same_bytes(op: str, name: str, device: str) -> None
         assert_same(got[result], want[result], f"{op} {name} {result}")
 
 
+@pytest.mark.parametrize("name", PERMUTE)
+def test_permute_is_three_ops_in_one(name: str, device: str) -> None:
+    made = sample(PERMUTE_OP, name, device)
+    x, ids, E, n = made.args
+    data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, n, x.shape[1], **made.kwargs)
+    rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
+    quantized = mxfp4_ops.mxfp4_experts_quant(rows, *data[:2], E, data.sorted_expert_ids)
+    got = mxfp4_ops.moe_permute_mxfp4_quant(*made.args, **made.kwargs)._asdict()
+    for result, want in {**data._asdict(), **quantized._asdict()}.items():
+        assert_same(got[result], want.cpu(), f"{name} {result}")
+
+
 # .out -----------------------------------------------------------------------------------------------------------------
 
 
@@ -130,26 +144,29 @@ def test_out(op: str, name: str, layout: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("absent", [OPTIONAL, *((name,) for name in OPTIONAL)], ids=" and ".join)
-@pytest.mark.parametrize("name", SAMPLES[METADATA_OP])
-def test_out_without_optional_buffers(name: str, absent: tuple[str, ...], device: str) -> None:
-    out = buffers(METADATA_OP, name, device, "slice")
-    call_out(METADATA_OP, name, device, {result: b for result, b in out.items() if result not in absent})
+@pytest.mark.parametrize("op, name", [(op, name) for op in ROUTING_OPS for name in SAMPLES[op]])
+def test_out_without_optional_buffers(op: str, name: str, absent: tuple[str, ...], device: str) -> None:
+    out = buffers(op, name, device, "slice")
+    call_out(op, name, device, {result: b for result, b in out.items() if result not in absent})
 
 
-def test_out_layouts_may_differ(device: str) -> None:
-    name = "m33_topk8_E60"
+@pytest.mark.parametrize("op, name", [(METADATA_OP, "m33_topk8_E60"), (PERMUTE_OP, "m33_topk8_E60_K96_fp16")])
+def test_out_layouts_may_differ(op: str, name: str, device: str) -> None:
     out = {
         result: buffer(want.shape, want.dtype, OUT_LAYOUTS[i % 3], device)
-        for i, (result, want) in enumerate(expected(METADATA_OP, name).items())
+        for i, (result, want) in enumerate(expected(op, name).items())
     }
-    call_out(METADATA_OP, name, device, out)
+    call_out(op, name, device, out)
 
 
-@pytest.mark.parametrize("op", QUANT_OPS)
+TWICE = dict.fromkeys(QUANT_OPS, "R264_K160_E256_ids_tail") | {PERMUTE_OP: "m33_topk8_E60_K96_fp16"}
+
+
+@pytest.mark.parametrize("op", TWICE)
 def test_out_written_twice_is_right(op: str, device: str) -> None:
     """A buffer that was zeroed once serves call after call of the same routing."""
-    want = expected(op, "R264_K160_E256_ids_tail")
-    made = sample(op, "R264_K160_E256_ids_tail", device)
+    want = expected(op, TWICE[op])
+    made = sample(op, TWICE[op], device)
     out = {result: torch.zeros_like(t, device=device) for result, t in want.items()}
     for _ in range(2):
         overload(op, "out")(*made.args, **made.kwargs, **out)
@@ -159,10 +176,13 @@ def test_out_written_twice_is_right(op: str, device: str) -> None:
 
 # Python functions -----------------------------------------------------------------------------------------------------
 
-PYTHON_RESULTS = {METADATA_OP: mxfp4_ops.MoEMetadata} | dict.fromkeys(QUANT_OPS, mxfp4_ops.QuantizedRows)
+PYTHON_RESULTS = {
+    METADATA_OP: mxfp4_ops.MoEMetadata,
+    PERMUTE_OP: mxfp4_ops.PermutedQuantizedRows,
+    **dict.fromkeys(QUANT_OPS, mxfp4_ops.QuantizedRows),
+}
 PYTHON_SAMPLES = [
-    (METADATA_OP, "map"),
-    (METADATA_OP, "not_gated"),
+    *((op, name) for op in ROUTING_OPS for name in ("map", "not_gated")),
     ("shuffle_rows", "bf16_7"),
     *((op, name) for op in QUANT_OPS for name in ("R33_K96_E17", "holes")),
     ("mxfp4_dequantize", "R33_K96_E17_bf16"),
@@ -192,15 +212,16 @@ def test_python_function_with_out(op: str, name: str, device: str) -> None:
         out[result].check(want[result], f"{op} {name} {result}", any_nan(op))
 
 
-def test_python_metadata_without_optional_buffers(device: str) -> None:
-    made, out = sample(METADATA_OP, "map", device), buffers(METADATA_OP, "map", device)
+@pytest.mark.parametrize("op", ROUTING_OPS)
+def test_python_function_without_optional_buffers(op: str, device: str) -> None:
+    made, out = sample(op, "map", device), buffers(op, "map", device)
     views = tuple(None if result in OPTIONAL else b.view for result, b in out.items())
-    returned = mxfp4_ops.get_cutlass_moe_mm_data(*made.args, **made.kwargs, out=views)
-    for (result, written), tensor in zip(out.items(), returned):
+    returned = getattr(mxfp4_ops, op)(*made.args, **made.kwargs, out=views)
+    for (result, written), tensor in zip(out.items(), returned, strict=True):
         if result in OPTIONAL:
             assert tensor is None
         else:
-            written.check(expected(METADATA_OP, "map")[result], result)
+            written.check(expected(op, "map", out=True)[result], result)
 
 
 def test_keyword_arguments(device: str) -> None:
@@ -353,7 +374,7 @@ def test_scale_offsets_of_no_rows_are_not_read(op: str, scale_offsets: list[int]
 
 
 SHARED_SAMPLES = {
-    METADATA_OP: "map",
+    **dict.fromkeys(ROUTING_OPS, "map"),
     "shuffle_rows": "bf16_8_int64",
     **dict.fromkeys(QUANT_OPS, "holes"),
     "mxfp4_dequantize": "R33_K96_E17_bf16",

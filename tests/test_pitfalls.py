@@ -12,8 +12,11 @@ from samples import (
     GUARD,
     I32,
     INT32_MAX,
+    METADATA_OP,
     OUTPUT_POISON,
+    PERMUTE_OP,
     QUANT_OPS,
+    ROUTING_OPS,
     SAMPLES,
     assert_same,
     buffer,
@@ -32,7 +35,6 @@ from torch import Tensor
 import mxfp4_ops
 from mxfp4_ops import layout, meta
 
-METADATA_OP = "get_cutlass_moe_mm_data"
 QUANT_OP, SILU_OP = QUANT_OPS
 OPS = tuple(SAMPLES)
 
@@ -89,9 +91,9 @@ def test_order_does_not_differ_from_run_to_run(device: str) -> None:
             assert torch.equal(got.cpu(), want[name]), f"run {i}, {name}"
 
 
-def route(ids: Tensor, x: Tensor, E: int) -> dict[str, Tensor]:
+def route(topk_ids: Tensor, x: Tensor, E: int) -> dict[str, Tensor]:
     """Every op, one after the other."""
-    data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, 32, x.shape[1])
+    data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, 32, x.shape[1])
     rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
     offsets = data.expert_offsets, data.blockscale_offsets
     all_results = {**data._asdict(), "rows": rows}
@@ -99,6 +101,8 @@ def route(ids: Tensor, x: Tensor, E: int) -> dict[str, Tensor]:
         for ids in (None, data.sorted_expert_ids):
             quantized = getattr(mxfp4_ops, op)(rows, *offsets, E, ids)
             all_results |= {f"{op} {name} {ids is None}": t for name, t in quantized._asdict().items()}
+    permuted = mxfp4_ops.moe_permute_mxfp4_quant(x, topk_ids, E, 32)
+    all_results |= {f"{PERMUTE_OP} {name}": t for name, t in permuted._asdict().items()}
     all_results["values"] = mxfp4_ops.mxfp4_dequantize(*quantized, *offsets, dtype=torch.float32)
     return all_results
 
@@ -122,12 +126,18 @@ def test_graph_captured_with_many_experts_replayed_with_few() -> None:
             assert_same(held[name], want, f"{active} active experts, {name}", any_nan=name == "values")
 
 
-def test_buffers_filled_for_many_experts_are_reused_for_few(device: str) -> None:
-    out = metadata_buffers(256, 32, device)
+@pytest.mark.parametrize("op", ROUTING_OPS)
+def test_buffers_filled_for_many_experts_are_reused_for_few(op: str, device: str) -> None:
+    x, out = torch.randn(64, 192).bfloat16(), metadata_buffers(256, 32, device)
+    if op == PERMUTE_OP:
+        shapes = zip(("output", "output_scale"), meta.experts_quant_shapes(256, 192, 32))
+        out |= {name: torch.full(shape, OUTPUT_POISON, dtype=torch.uint8, device=device) for name, shape in shapes}
     for active in (11, 9, 1, 11):
         ids = ids_of_active(active)
-        overload(METADATA_OP, "out")(ids.to(device), 32, 32, 32, **out)
-        for name, want in reference.metadata(ids, 32, 32, 32).items():
+        args = (x, ids, 32, 32) if op == PERMUTE_OP else (ids, 32, 32, 32)
+        scale_before = out["output_scale"].cpu() if op == PERMUTE_OP else None
+        overload(op, "out")(*(a.to(device) if torch.is_tensor(a) else a for a in args), **out)
+        for name, want in oracle(op, args, {}, scale_before).items():
             assert_same(out[name], want, f"{active} active experts, {name}")
 
 
@@ -152,7 +162,7 @@ def test_every_row_is_routed(device: str) -> None:
     assert got["sorted_expert_ids"].tolist() == sorted(ids.flatten().tolist())
 
 
-EMPTY = dict(zip(OPS, ("m0", "empty_map", "R0", "R0", "R0")))
+EMPTY = dict(zip(OPS, ("m0", "m0", "empty_map", "R0", "R0", "R0"), strict=True))
 
 
 def test_nothing_routed(device: str) -> None:
@@ -276,6 +286,18 @@ def test_rows_of_no_expert_do_not_change_the_others(op: str, with_ids: bool, dev
     got = run(op, device, x, offsets, scale_offsets, 2, ids)
     for result in want:
         assert_same(got[result], want[result], result)
+
+
+def test_token_of_no_expert_changes_nothing(device: str) -> None:
+    """Nor does its NaN, nor what lies between the tokens."""
+    x, ids = torch.randn(9, 192).bfloat16(), torch.randint(0, 4, (9, 3))
+    ids[[0, 4, 8]] = torch.tensor([-1, 4, 99])
+    want = run(PERMUTE_OP, device, x, ids, 4, 32)
+    x[[0, 4, 8]] = torch.nan
+    got = results(PERMUTE_OP, overload(PERMUTE_OP, "default")(place(x, "odd_rows", device), ids.to(device), 4, 32))
+    for result in want:
+        assert_same(got[result], want[result].cpu(), result)
+    assert not got["output"][18:].any()
 
 
 @pytest.mark.parametrize("op", QUANT_OPS)
@@ -487,6 +509,20 @@ def test_quant_of_2_31_elements(op: str, with_ids: bool, device: str) -> None:
         assert_same(output[row : row + 1], codes, f"{op} codes of row {row}")
         places = reference.scale_byte(0, row, torch.arange(blocks), scale.shape[1] // 4)
         assert_same(scale.flatten()[places.to(device)], scales[0], f"{op} scales of row {row}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m, topk", [(LONG, 1), (1, LONG)])
+def test_permute_of_2_31_elements(m: int, topk: int, device: str) -> None:
+    needs_memory(device, 8 * GB)
+    x = long_input(32768, BF16, device) if m == LONG else torch.randn(1, 32768).to(device, BF16)
+    rows = mxfp4_ops.moe_permute_mxfp4_quant(x, torch.zeros(m, topk, dtype=I32, device=device), 1, 32)
+    blocks = rows.output.shape[1] // 16
+    for row in (0, 1, LONG // 2, LONG - 2, LONG - 1):
+        codes, scales = reference.quantize_blocks(x[row // topk : row // topk + 1].cpu())
+        assert_same(rows.output[row : row + 1], codes, f"codes of row {row}")
+        places = reference.scale_byte(0, row, torch.arange(blocks), rows.output_scale.shape[1] // 4)
+        assert_same(rows.output_scale.flatten()[places.to(device)], scales[0], f"scales of row {row}")
 
 
 @pytest.mark.slow

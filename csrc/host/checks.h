@@ -144,6 +144,10 @@ class Checks {
       fail(arg, "have a positive multiple of " + std::to_string(unit) + " columns " + layout, width);
   }
 
+  void column_count(const char* arg, int64_t width) const {
+    if (width > INT32_MAX) fail(arg, "have fewer than 2^31 columns", width);
+  }
+
   // Rows, and the scale rows that they may need, are counted in int32.
   void row_count(const char* arg, int64_t rows, int64_t scale_rows) const {
     if (rows > INT32_MAX) fail(arg, "have fewer than 2^31 routed rows", rows);

@@ -15,7 +15,7 @@ inline Checks check_moe_permute(const Tensor& hidden_states, const Routing& rout
   check.dims("hidden_states", hidden_states, 2, "[m, K]");
   check.shape("hidden_states", hidden_states, {routing.topk_ids.size(0), hidden_states.size(1)}, "[m, K]");
   check.columns("hidden_states", hidden_states.size(1), kBlock, "(K)");
-  check.at_most("the width of hidden_states", hidden_states.size(1), INT32_MAX);
+  check.column_count("hidden_states", hidden_states.size(1));
   check.device("hidden_states", hidden_states, "topk_ids", routing.topk_ids);
   check.no_grad("hidden_states", hidden_states);
   return check;
