@@ -153,7 +153,7 @@ setup(
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension},
     package_dir={"mxfp4_ops": "mxfp4_ops", "mxfp4_ops.meta": "meta"},
-    packages=["mxfp4_ops", "mxfp4_ops.compat", "mxfp4_ops.meta", "mxfp4_ops.passes"],
+    packages=["mxfp4_ops", "mxfp4_ops.bench", "mxfp4_ops.compat", "mxfp4_ops.meta", "mxfp4_ops.passes"],
     package_data={"mxfp4_ops": ["py.typed"]},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

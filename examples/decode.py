@@ -50,6 +50,7 @@ from mxfp4_ops import (
     shuffle_rows,
     silu_and_mul_mxfp4_experts_quant,
 )
+from mxfp4_ops._terminal import Progress, table
 from mxfp4_ops.passes import MXFP4Passes, Report
 
 VOCABULARY = 256  # bytes
@@ -401,30 +402,6 @@ class Run:
         return None
 
 
-class Progress:
-    """A bar on stderr; where that is no terminal, a line for each label."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.label, self.live = total, 0, "", sys.stderr.isatty()
-
-    def show(self, label: str) -> None:
-        if self.live:
-            filled = 30 * self.done // self.total
-            bar = "#" * filled + "." * (30 - filled)
-            print(f"\r[{bar}] {self.done}/{self.total} {label:<40}", end="", file=sys.stderr, flush=True)
-        elif label != self.label:
-            print(label, file=sys.stderr, flush=True)
-        self.label = label
-
-    def advance(self) -> None:
-        self.done += 1
-        self.show(self.label)
-
-    def close(self) -> None:
-        if self.live:
-            print(f"\r{'':<100}\r", end="", file=sys.stderr, flush=True)
-
-
 def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -534,12 +511,6 @@ def compare_decode_steps(args: argparse.Namespace, inputs: Inputs) -> list[str]:
     if missing := not_rewritten(passes.report, 2 * args.layers):
         differences.append(missing)
     return [f"{name}: {difference}" for difference in differences]
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def read_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tensor:

@@ -1,4 +1,7 @@
-"""``python -m mxfp4_ops info``: versions, what was compiled, and which kernels will be used here and why."""
+"""``python -m mxfp4_ops info``: versions, what was compiled, and which kernels will be used here and why.
+
+``python -m mxfp4_ops bench``: times; see ``mxfp4_ops.bench``.
+"""
 
 import argparse
 import platform
@@ -8,6 +11,7 @@ import torch
 
 import mxfp4_ops
 from mxfp4_ops import _library
+from mxfp4_ops.bench import cli as bench
 
 
 def _covers(archs: tuple[str, ...], capability: tuple[int, int]) -> str | None:
@@ -59,8 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxfp4_ops", description="MXFP4 ops for MoE models")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, compiled architectures and the kernels that will be used here")
-    parser.parse_args(argv)
+    bench_parser = commands.add_parser("bench", help="times of the ops, of plain torch and of copies")
+    bench.add_arguments(bench_parser)
+    args = parser.parse_args(argv)
     try:
+        if args.command == "bench":
+            return bench.run(bench_parser, args)
         print(info())
     except BrokenPipeError:  # the reader had enough
         sys.stderr.close()

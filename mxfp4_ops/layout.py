@@ -12,23 +12,27 @@ from .meta.shapes import BLOCK, TILE_BLOCKS, TILE_ROWS, scale_rows, scale_tiles
 __all__ = ["as_e8m0", "as_float4", "scale_index", "scale_rows", "scale_tiles", "swizzle", "unswizzle"]
 
 
-def scale_index(rows: Tensor, K: int, expert_offsets: Tensor, blockscale_offsets: Tensor) -> Tensor:
+def scale_index(
+    rows: Tensor, K: int, expert_offsets: Tensor, blockscale_offsets: Tensor, experts: Tensor | None = None
+) -> Tensor:
     """Byte addresses of the scales of ``rows`` in the tiled layout.
 
     Args:
         rows: int64 [n], sorted rows that have an expert.
         K: quantised columns.
         expert_offsets, blockscale_offsets: int32 [E + 1].
+        experts: int64 [n], the experts of the rows; searched for in ``expert_offsets`` unless given.
 
     Returns:
         int64 [n, K / 32]: for each block of 32 columns, an index into the flattened scale tensor.
     """
     T = scale_tiles(K)
-    expert = torch.searchsorted(expert_offsets[1:].long(), rows, right=True)
-    r = (rows - expert_offsets.long()[expert])[:, None]
+    if experts is None:
+        experts = torch.searchsorted(expert_offsets[1:].long(), rows, right=True)
+    r = (rows - expert_offsets.long()[experts])[:, None]
     c = torch.arange(K // BLOCK, device=rows.device)[None, :]
     tile = (r // TILE_ROWS) * T + c // TILE_BLOCKS
-    base = TILE_BLOCKS * T * blockscale_offsets.long()[expert][:, None]
+    base = TILE_BLOCKS * T * blockscale_offsets.long()[experts][:, None]
     return base + tile * (TILE_ROWS * TILE_BLOCKS) + (r % 32) * 16 + (r // 32) % 4 * 4 + c % TILE_BLOCKS
 
 

@@ -56,6 +56,7 @@ def test_wheel_is_for_every_python_and_complete(wheel):
         "meta/shapes.py",
         "meta/fakes.py",
         "compat/vllm.py",
+        "bench/cli.py",
         "__main__.py",
     }
     assert {f"mxfp4_ops/{name}" for name in expected} <= names
