@@ -140,8 +140,8 @@ def test_neighbours_that_inductor_fuses(device: str) -> None:
         # Exact in bf16 and float32, so that fusing them changes no byte; transposed, so that strides are not plain.
         x = (x.t() * 2).t()
         data, rows, quantized, activated, values, permuted = functional(x, topk_ids + 1)
-        permuted = permuted._replace(output=permuted.output + 1)
-        return data.expert_offsets * 2, rows.float() + 1, quantized.output_scale + 1, activated, values * 0.5, permuted
+        sums = data.expert_offsets * 2, rows.float() + 1, quantized.output_scale + 1, values * 0.5, permuted.output + 1
+        return *sums, activated, permuted
 
     x, topk_ids, _ = call_arguments(33, device)
     compiled = torch.compile(layer, fullgraph=True)

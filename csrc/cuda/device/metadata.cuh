@@ -34,7 +34,10 @@ template <typename Id>
 __global__ void __launch_bounds__(256) metadata_few_kernel(const __grid_constant__ MetadataArgs a) {
   extern __shared__ __align__(16) uint32_t counters[];
   const Slots slots(a, counters);
-  slots.count<Id>(blockDim.x, [] { __syncthreads(); });
+  Id ahead[Slots::kAhead];
+  slots.prepare(blockDim.x, ahead);
+  __syncthreads();
+  slots.count(blockDim.x, ahead);
   __syncthreads();
   const int groups = (static_cast<int>(a.num_experts) + 31) / 32, tasks = groups + static_cast<int>(a.rows);
   const int warps = blockDim.x / 32;

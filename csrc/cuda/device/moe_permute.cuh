@@ -37,10 +37,8 @@ __device__ __forceinline__ PackedUnits<kPerLane> quantize_units(const uint4 (&w)
 
 // ---- Few slots ----
 
-constexpr int kPlacingThreads = 256;  // the first of a CTA count slots and place rows while the others quantise
+constexpr int kPlacingThreads = 256;  // the first of a CTA count slots and place rows, while the others quantise
 constexpr int kPlaces = 32;           // slots of a token that a CTA places at a time
-
-__device__ __forceinline__ void placing_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(kPlacingThreads) : "memory"); }
 
 // Blocks along x: those that write the arrays of the experts, one for each token, and those that zero the padding of
 // `tile_rows` rows of scale tiles. Along y: the chunks of a row. Along z: shares of a token's slots.
@@ -58,20 +56,20 @@ __global__ void __launch_bounds__(512)
   const bool has_token = token >= 0 && token < tokens, placing = threadIdx.x < kPlacingThreads;
   const int warp = threadIdx.x / 32;
   const Slots slots(a.metadata, shared);
+  const int lanes = blockDim.x - kPlacingThreads, x = threadIdx.x - kPlacingThreads;
+  const RowLane lane{x, lanes, static_cast<int>(blockIdx.y) * lanes * kPerLane + x};
   PackedUnits<kPerLane> packed{};
-  if (placing) {
-    slots.count<Id>(kPlacingThreads, placing_barrier);
-    placing_barrier();
-  } else if (has_token) {
-    const int lanes = blockDim.x - kPlacingThreads, x = threadIdx.x - kPlacingThreads;
-    const RowLane lane{x, lanes, static_cast<int>(blockIdx.y) * lanes * kPerLane + x};
-    uint4 w[kPerLane];
-    load_units(a, token, true, lane, shape.units, w);
-    packed = quantize_units<T>(w, lane, true, shape.units);
-  }
+  Id ahead[Slots::kAhead];
+  uint4 w[kPerLane];
+  if (placing) slots.prepare(kPlacingThreads, ahead);
+  else load_units(a, token, has_token, lane, shape.units, w);
+  __syncthreads();
+  if (placing) slots.count(kPlacingThreads, ahead);
+  __syncthreads();
+  // What follows takes the placing threads as long as the others the quantising.
+  if (!placing && has_token) packed = quantize_units<T>(w, lane, true, shape.units);
 
   if (!has_token) {
-    __syncthreads();
     const int column = blockIdx.z * gridDim.y + blockIdx.y, columns = gridDim.y * gridDim.z;
     if (token < 0) {
       const int warps = blockDim.x / 32, E = static_cast<int>(a.metadata.num_experts);

@@ -39,6 +39,8 @@ __device__ __forceinline__ uint32_t inclusive_scan(uint32_t value, int lane) {
 
 class Slots {
  public:
+  static constexpr int kAhead = 4;
+
   // shared: 16-byte aligned, of `shared_bytes`.
   __device__ __forceinline__ Slots(const MetadataArgs& a, uint32_t* shared)
       : a_(a),
@@ -52,20 +54,21 @@ class Slots {
     return 4 * count_words(static_cast<int>(experts)) + 2 * ((static_cast<int>(slots) + 7) / 8 * 8);
   }
 
-  // Counts the slots, by threads 0 to `threads` - 1 of the CTA, which `barrier` joins. Another must follow before the
-  // counts are read.
-  template <typename Id, typename Barrier>
-  __device__ __forceinline__ void count(int threads, Barrier barrier) const {
-    const Id* ids = static_cast<const Id*>(a_.topk_ids);
-    Id ahead[kAhead];  // all on their way before the first is looked at
+  // Threads 0 to `threads` - 1 count the slots: all call this, a barrier follows, all call `count`, and another barrier
+  // must follow before the counts are read. The first ids are on their way meanwhile.
+  template <typename Id>
+  __device__ __forceinline__ void prepare(int threads, Id (&ahead)[kAhead]) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int slot = threadIdx.x + i * threads;
-      if (slot < R_) ahead[i] = ids[slot];
+      if (slot < R_) ahead[i] = static_cast<const Id*>(a_.topk_ids)[slot];
     }
     for (int i = threadIdx.x; i < count_words(E_) / 4; i += threads)
       reinterpret_cast<uint4*>(counts_)[i] = make_uint4(0, 0, 0, 0);
-    barrier();
+  }
+
+  template <typename Id>
+  __device__ __forceinline__ void count(int threads, const Id (&ahead)[kAhead]) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (i * threads >= R_) return;
@@ -73,7 +76,8 @@ class Slots {
       if (slot < R_) add(slot, checked_id(a_, ahead[i]));
     }
 #pragma unroll 1
-    for (int slot = threadIdx.x + kAhead * threads; slot < R_; slot += threads) add(slot, checked_id(a_, ids[slot]));
+    for (int slot = threadIdx.x + kAhead * threads; slot < R_; slot += threads)
+      add(slot, checked_id(a_, static_cast<const Id*>(a_.topk_ids)[slot]));
   }
 
   struct Place {
@@ -146,8 +150,6 @@ class Slots {
   }
 
  private:
-  static constexpr int kAhead = 4;
-
   // Of the counts of E experts and of no expert, two in a word, in whole 16 bytes.
   static __host__ __device__ __forceinline__ int count_words(int experts) { return (experts + 8) / 8 * 4; }
 
