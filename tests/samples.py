@@ -321,6 +321,8 @@ PERMUTE = {
     "m33_topk2_E256_K7168_fp16": _Permute(m=33, topk=2, E=256, K=7168, dtype=FP16),
     "m300_topk3_E2_K1056": _Permute(m=300, topk=3, E=2, K=1056),
     "m129_topk8_E1300": _Permute(m=129, topk=8, E=1300, low=-100),
+    "m3_topk2_E3000_K1024": _Permute(m=3, topk=2, E=3000, K=1024, low=-100),
+    "m20_topk40_E60_K1056": _Permute(m=20, topk=40, E=60, K=1056, low=-9, id_dtype=I64),
     "m4097_topk8_E128_K32": _Permute(m=4097, topk=8, E=128, K=32, low=-10, id_dtype=I64),
     "m5000_topk1_E3": _Permute(m=5000, topk=1, E=3, low=-1),
     "m80_topk2_E20_K7168": _Permute(m=80, topk=2, E=20, K=7168, low=-2),

@@ -332,3 +332,34 @@ def test_a_hundred_runs_are_identical() -> None:
     want = chain(x, topk_ids)
     for i in range(100):
         assert_results_same(chain(x, topk_ids), want, f"run {i}")
+
+
+def launches(function: Callable) -> int:
+    """Kernels (and copies, of which there must be none) that a call puts on the GPU, as the profiler counts them."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("m", [1, 128, 1024])
+def test_launches(m: int, ids_dtype: torch.dtype) -> None:
+    """One for each op; two for the metadata of many slots, and then four for all in one."""
+    many = m * 8 > 2048
+    x, ids = torch.randn(m, 1024, dtype=torch.bfloat16, device="cuda"), torch.randint(-1, 257, (m, 8), device="cuda")
+    ids, expert_map = ids.to(ids_dtype), torch.arange(-1, 256, dtype=torch.int32, device="cuda")
+    metadata, permute = mxfp4_ops.get_cutlass_moe_mm_data, mxfp4_ops.moe_permute_mxfp4_quant
+    data = metadata(ids, 256, 512, 1024)
+    rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
+    where = (data.expert_offsets, data.blockscale_offsets, 256)
+    both = torch.cat((rows, rows), 1)
+    assert launches(lambda: metadata(ids, 256, 512, 1024, expert_map=expert_map)) == (2 if many else 1)
+    assert launches(lambda: mxfp4_ops.shuffle_rows(x, data.input_permutation)) == 1
+    for sorted_expert_ids in (None, data.sorted_expert_ids):
+        assert launches(lambda: mxfp4_ops.mxfp4_experts_quant(rows, *where, sorted_expert_ids)) == 1
+        assert launches(lambda: mxfp4_ops.silu_and_mul_mxfp4_experts_quant(both, *where, sorted_expert_ids)) == 1
+    for out in (None, permute(x, ids, 256, 512)):
+        assert launches(lambda: permute(x, ids, 256, 512, out=out)) == (4 if many else 1)

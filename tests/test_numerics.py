@@ -222,6 +222,16 @@ def test_every_gate_of_silu(sweep: str, dtype: torch.dtype, device: str) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_gate_of_silu_in_wide_rows(dtype: torch.dtype, device: str) -> None:
+    """So many that a GPU takes several blocks a lane and looks bfloat16's silu up; some rows of common gates alone."""
+    gates = torch.arange(1 << 16).to(torch.uint16).view(dtype).view(-1, 1024).repeat(128, 1)
+    gates[::3] = torch.randn(gates[::3].shape).to(dtype) * 4
+    ups = torch.randn(gates.shape).to(dtype)
+    x = torch.cat((gates, ups), 1)
+    assert_blocks(gates, quantize(x, device, SILU_OP), quantize(x, "cpu", SILU_OP), "wide rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_boundary_sweep_sees_one_wrong_bit(dtype: torch.dtype) -> None:
     """The last bit of silu in float32, before the product and two roundings to fewer bits."""
     x, (codes, scales) = SILU_SWEEPS["boundaries"](dtype), oracle("boundaries", dtype)
