@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "../numerics.h"
 
@@ -56,6 +57,16 @@ Boundaries make_boundaries_exactly() {
 
 const Boundaries kBFloat16Boundaries = make_boundaries_exactly<BFloat16>();
 const Boundaries kFloat16Boundaries = make_boundaries_exactly<Float16>();
+
+// The silu of each of the 65,536 values, made when a row is first in need of it: a quarter of a megabyte, of which
+// usual gates touch what fits in L1.
+template <typename T>
+std::vector<float> silu_of_all() {
+  const ExactFloat exact;
+  std::vector<float> result(1 << 16);
+  for (uint32_t h = 0; h < result.size(); ++h) result[h] = silu<true>(T::to_float(static_cast<uint16_t>(h)));
+  return result;
+}
 
 // The same loops once for each instruction set. Included as text: a vector type is broken up for the target of the
 // function that it is written in, before anything is inlined.
