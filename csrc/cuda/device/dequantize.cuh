@@ -39,8 +39,9 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a)
   const int E = static_cast<int>(a.num_experts);
   const int expert = search(a.expert_offsets, E, row);
   if (!in_range) return;
-  const int scales =
-      expert < E ? scale_row(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.scale_rows), row, expert) : -1;
+  const int scales = expert < E ? scale_row(a.expert_offsets, a.blockscale_offsets,
+                                            static_cast<int>(min(a.scale_rows, int64_t{INT32_MAX})), row, expert)
+                                : -1;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = first + i * blockDim.x;
