@@ -143,7 +143,7 @@ def show(graph: fx.Graph) -> str:
         elif node.target in (torch.empty, torch.ops.aten.empty.memory_format):
             labels[node], buffers = f"buffer{buffers}", buffers + 1
         elif node.target is operator.getitem:
-            labels[node] = f"{labels[node.args[0]]}[{node.args[1]}]"
+            labels[node] = f"{label(node.args[0])}[{node.args[1]}]"
         else:
             name = getattr(node.target, "__name__", str(node.target))
             labels[node] = f"{name}({', '.join(map(text, node.args))})"

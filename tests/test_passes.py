@@ -649,10 +649,10 @@ MERGES = [
     (other_arguments, (0, 0, 0), None),
     (result_written, (2, 1, 1), "a result is written later, by add_.Tensor"),
     (first_result_written, (1, 0, 1), "a result of the first call is written later, by add_.Tensor"),
-    (outputs_of_both, (1, 0, 1), "expert_offsets of both calls is a graph output"),
+    (outputs_of_both, (1, 0, 1), "expert_offsets of both calls is seen outside of the graph"),
     (outputs_of_each, (1, 1, 0), None),
     (buffer_seen_before, (1, 0, 1), "the calls write different buffers, and expert_offsets is more than a fresh one"),
-    (raw_outputs_of_both, (1, 0, 1), "expert_offsets of both calls is a graph output"),
+    (raw_outputs_of_both, (1, 0, 1), "expert_offsets of both calls is seen outside of the graph"),
 ]  # fmt: skip
 
 
@@ -948,8 +948,8 @@ def _stacked_by_hand(layers: int, upstream: bool) -> fx.GraphModule:
         for like in metadata_buffers(torch.empty(inputs()[1].shape, device="meta")):
             buffers.append(graph.placeholder(f"buffer{len(buffers)}"))
             buffers[-1].meta["val"] = torch.empty(like.shape, dtype=like.dtype)
-        for _ in range(layers):
-            ids = add(torch.ops.aten.add.Tensor, topk_ids, 0)
+        for layer in range(layers):
+            ids = add(torch.ops.aten.add.Tensor, topk_ids, layer)
             if upstream:
                 names = ("expert_offsets", "blockscale_offsets", "problem_sizes1", "problem_sizes2")
                 names = dict(zip((*names, "input_permutation", "output_permutation"), buffers, strict=True))
