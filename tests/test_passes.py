@@ -1,8 +1,10 @@
 """The passes on graphs of every form: counts, graphs before and after, refusals with reasons, and unchanged bytes."""
 
+import copy
 import gc
 import logging
 import operator
+import pickle
 import time
 from collections.abc import Callable
 
@@ -15,10 +17,12 @@ from moe_graphs import (
     E,
     K,
     N,
+    counts,
     functional_layer,
     inputs,
     metadata_buffers,
     ops,
+    reasons,
     same_bytes,
     show,
     stack,
@@ -39,15 +43,6 @@ FORMS = ("dynamo", "auto_v1", "auto_v2")
 LAYERS = {"functional": functional_layer, "upstream": upstream_layer}
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch about itself, in export
-
-
-def counts(report: passes.Report) -> dict[str, tuple[int, int, int]]:
-    """(matched, rewritten, skipped) of each rule."""
-    return {rule.rule: (rule.matched, rule.rewritten, len(rule.skipped)) for rule in report.rules.values()}
-
-
-def reasons(report: passes.Report, rule: str = "sorted_expert_ids") -> list[str]:
-    return [skipped.reason for skipped in report.rules[rule].skipped]
 
 
 def traced(function: Callable, *args: object) -> fx.GraphModule:
@@ -756,6 +751,63 @@ def test_outputs_of_exported_programs_keep_their_names_right(decomposed: bool) -
     assert produced == [node.name for node in program.graph.output_node().args[0]]
 
 
+class Block(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, ...]:
+        data = _data(topk_ids)
+        quantized = _quant(x, data, *([] if offsets is None else [offsets]))
+        return x + quantized.output.float().mean().bfloat16(), *quantized
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks, the first of which makes what the second repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.outer = Block(), Block(), torch.nn.Identity()
+
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        x, *first = self.first(x, topk_ids)
+        return *first, *self.second(x, topk_ids)
+
+
+PARTED = "a module whose signature is preserved holds one of the calls and not the other"
+
+
+@pytest.mark.parametrize(
+    ("preserved", "merges"), [((), 1), (("first", "second"), 0), (("first",), 0), (("second",), 0), (("outer",), 1)]
+)
+def test_modules_whose_signatures_are_preserved(preserved: tuple, merges: int) -> None:
+    args, model = inputs(), Blocks()
+    program = torch.export.export(model, args, preserve_module_call_signature=preserved)
+    report = passes.rewrite(program)
+    assert counts(report) == {"merge_metadata": (1, merges, 1 - merges), "sorted_expert_ids": (2, 2, 0)}
+    assert reasons(report, "merge_metadata") == [PARTED] * (1 - merges)
+    assert same_bytes(program.module()(*args), model(*args))
+    assert same_bytes(torch.export.unflatten(program)(*args), model(*args))
+
+
+def test_ids_do_not_leave_a_module_whose_signature_is_preserved() -> None:
+    class Routing(torch.nn.Module):
+        def forward(self, topk_ids: Tensor) -> tuple[Tensor, ...]:
+            return _data(topk_ids)[:5]
+
+    class Routed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.routing = Routing()
+
+        def forward(self, x: Tensor, topk_ids: Tensor) -> mxfp4_ops.QuantizedRows:
+            offsets, scale_offsets, _, _, permutation = self.routing(topk_ids)
+            return mxfp4_ops.mxfp4_experts_quant(mxfp4_ops.shuffle_rows(x, permutation), offsets, scale_offsets, E)
+
+    args, model = inputs(), Routed()
+    program = torch.export.export(model, args, preserve_module_call_signature=("routing",))
+    assert reasons(passes.rewrite(program)) == [
+        "a module whose signature is preserved holds one of it and the metadata call and not the other"
+    ]
+    assert same_bytes(torch.export.unflatten(program)(*args), model(*args))
+
+
 # Meta data and the report ---------------------------------------------------------------------------------------------
 
 
@@ -886,6 +938,37 @@ def test_unknown_options_and_backends_raise() -> None:
         mxfp4_ops.compile(functional_layer, mode="default", options={"max_autotune": False})
     with pytest.raises(Exception, match="no_such_backend"):
         mxfp4_ops.compile(functional_layer, backend="no_such_backend")
+
+
+@pytest.mark.parametrize("wrong", [functional_layer, None, torch.nn.Linear(1, 1), fx.Graph()])
+def test_what_is_no_program_raises(wrong: object) -> None:
+    accepted = "a torch.fx.GraphModule or a torch.export.ExportedProgram"
+    with pytest.raises(TypeError, match=f"program must be {accepted}, got {type(wrong).__name__}$"):
+        passes.rewrite(wrong)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_copies_of_the_pass(duplicate: Callable) -> None:
+    ours = passes.MXFP4Passes(merge_metadata=False)
+    ours(traced(lambda x, topk_ids: cast(x, topk_ids), *inputs()).graph)
+    other = duplicate(ours)
+    assert other.uuid() == ours.uuid() and other.report == ours.report and other.report is not ours.report
+    other(traced(functional_layer, *inputs()).graph)
+    assert other.report.graphs == 2 and ours.report.graphs == 1
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager", "aot_eager"])
+def test_compiled_modules_are_pickled_where_torch_compile_is(backend: str) -> None:
+    torch._dynamo.reset()
+    args = inputs()
+    compiled = mxfp4_ops.compile(Picklable(), backend=backend, fullgraph=True)
+    for module in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert same_bytes(module(*args), Picklable()(*args))
+
+
+class Picklable(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        return functional_layer(x, topk_ids)
 
 
 class Other(torch._inductor.custom_graph_pass.CustomGraphPass):

@@ -44,7 +44,7 @@ class MXFP4Passes(CustomGraphPass):
 
     Args:
         sorted_expert_ids: rule 1, a quant on offset search takes the sorted_expert_ids of its metadata call.
-        merge_metadata: rule 2, metadata calls with the same arguments become one.
+        merge_metadata: rule 2, metadata calls with equal arguments become one.
         log_graphs: log each graph before and after at INFO.
 
     Put an instance into ``torch._inductor.config.post_grad_custom_pre_pass``, or let ``mxfp4_ops.compile`` do it beside

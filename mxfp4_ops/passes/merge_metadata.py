@@ -1,4 +1,7 @@
-"""Rule 2: metadata calls with the same arguments are one call, for the permutation is deterministic."""
+"""Rule 2: metadata calls with equal arguments are one call, for the permutation is deterministic.
+
+Not so where somebody could tell: by a write, by what is returned or lies in a buffer of the caller, or by a layout.
+"""
 
 import operator
 
