@@ -71,6 +71,15 @@ def same_bytes(a: object, b: object) -> bool:
     return all(torch.equal(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True))
 
 
+def counts(report: passes.Report) -> dict[str, tuple[int, int, int]]:
+    """(matched, rewritten, skipped) of each rule."""
+    return {rule.rule: (rule.matched, rule.rewritten, len(rule.skipped)) for rule in report.rules.values()}
+
+
+def reasons(report: passes.Report, rule: str = "sorted_expert_ids") -> list[str]:
+    return [skipped.reason for skipped in report.rules[rule].skipped]
+
+
 class Compiled:
     """A function compiled with the passes on Dynamo's graph ("dynamo") or on AOT's ("auto_v1", "auto_v2").
 
@@ -143,7 +152,7 @@ def show(graph: fx.Graph) -> str:
         elif node.target in (torch.empty, torch.ops.aten.empty.memory_format):
             labels[node], buffers = f"buffer{buffers}", buffers + 1
         elif node.target is operator.getitem:
-            labels[node] = f"{labels[node.args[0]]}[{node.args[1]}]"
+            labels[node] = f"{label(node.args[0])}[{node.args[1]}]"
         else:
             name = getattr(node.target, "__name__", str(node.target))
             labels[node] = f"{name}({', '.join(map(text, node.args))})"

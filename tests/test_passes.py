@@ -1,8 +1,10 @@
 """The passes on graphs of every form: counts, graphs before and after, refusals with reasons, and unchanged bytes."""
 
+import copy
 import gc
 import logging
 import operator
+import pickle
 import time
 from collections.abc import Callable
 
@@ -15,10 +17,12 @@ from moe_graphs import (
     E,
     K,
     N,
+    counts,
     functional_layer,
     inputs,
     metadata_buffers,
     ops,
+    reasons,
     same_bytes,
     show,
     stack,
@@ -39,15 +43,6 @@ FORMS = ("dynamo", "auto_v1", "auto_v2")
 LAYERS = {"functional": functional_layer, "upstream": upstream_layer}
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch about itself, in export
-
-
-def counts(report: passes.Report) -> dict[str, tuple[int, int, int]]:
-    """(matched, rewritten, skipped) of each rule."""
-    return {rule.rule: (rule.matched, rule.rewritten, len(rule.skipped)) for rule in report.rules.values()}
-
-
-def reasons(report: passes.Report, rule: str = "sorted_expert_ids") -> list[str]:
-    return [skipped.reason for skipped in report.rules[rule].skipped]
 
 
 def traced(function: Callable, *args: object) -> fx.GraphModule:
@@ -649,10 +644,10 @@ MERGES = [
     (other_arguments, (0, 0, 0), None),
     (result_written, (2, 1, 1), "a result is written later, by add_.Tensor"),
     (first_result_written, (1, 0, 1), "a result of the first call is written later, by add_.Tensor"),
-    (outputs_of_both, (1, 0, 1), "expert_offsets of both calls is a graph output"),
+    (outputs_of_both, (1, 0, 1), "expert_offsets of both calls is seen outside of the graph"),
     (outputs_of_each, (1, 1, 0), None),
     (buffer_seen_before, (1, 0, 1), "the calls write different buffers, and expert_offsets is more than a fresh one"),
-    (raw_outputs_of_both, (1, 0, 1), "expert_offsets of both calls is a graph output"),
+    (raw_outputs_of_both, (1, 0, 1), "expert_offsets of both calls is seen outside of the graph"),
 ]  # fmt: skip
 
 
@@ -754,6 +749,63 @@ def test_outputs_of_exported_programs_keep_their_names_right(decomposed: bool) -
     assert torch.equal(module.offsets, model.offsets)
     produced = [spec.arg.name for spec in program.graph_signature.output_specs]
     assert produced == [node.name for node in program.graph.output_node().args[0]]
+
+
+class Block(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, ...]:
+        data = _data(topk_ids)
+        quantized = _quant(x, data, *([] if offsets is None else [offsets]))
+        return x + quantized.output.float().mean().bfloat16(), *quantized
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks, the first of which makes what the second repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.outer = Block(), Block(), torch.nn.Identity()
+
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        x, *first = self.first(x, topk_ids)
+        return *first, *self.second(x, topk_ids)
+
+
+PARTED = "a module whose signature is preserved holds one of the calls and not the other"
+
+
+@pytest.mark.parametrize(
+    ("preserved", "merges"), [((), 1), (("first", "second"), 0), (("first",), 0), (("second",), 0), (("outer",), 1)]
+)
+def test_modules_whose_signatures_are_preserved(preserved: tuple, merges: int) -> None:
+    args, model = inputs(), Blocks()
+    program = torch.export.export(model, args, preserve_module_call_signature=preserved)
+    report = passes.rewrite(program)
+    assert counts(report) == {"merge_metadata": (1, merges, 1 - merges), "sorted_expert_ids": (2, 2, 0)}
+    assert reasons(report, "merge_metadata") == [PARTED] * (1 - merges)
+    assert same_bytes(program.module()(*args), model(*args))
+    assert same_bytes(torch.export.unflatten(program)(*args), model(*args))
+
+
+def test_ids_do_not_leave_a_module_whose_signature_is_preserved() -> None:
+    class Routing(torch.nn.Module):
+        def forward(self, topk_ids: Tensor) -> tuple[Tensor, ...]:
+            return _data(topk_ids)[:5]
+
+    class Routed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.routing = Routing()
+
+        def forward(self, x: Tensor, topk_ids: Tensor) -> mxfp4_ops.QuantizedRows:
+            offsets, scale_offsets, _, _, permutation = self.routing(topk_ids)
+            return mxfp4_ops.mxfp4_experts_quant(mxfp4_ops.shuffle_rows(x, permutation), offsets, scale_offsets, E)
+
+    args, model = inputs(), Routed()
+    program = torch.export.export(model, args, preserve_module_call_signature=("routing",))
+    assert reasons(passes.rewrite(program)) == [
+        "a module whose signature is preserved holds one of it and the metadata call and not the other"
+    ]
+    assert same_bytes(torch.export.unflatten(program)(*args), model(*args))
 
 
 # Meta data and the report ---------------------------------------------------------------------------------------------
@@ -888,6 +940,37 @@ def test_unknown_options_and_backends_raise() -> None:
         mxfp4_ops.compile(functional_layer, backend="no_such_backend")
 
 
+@pytest.mark.parametrize("wrong", [functional_layer, None, torch.nn.Linear(1, 1), fx.Graph()])
+def test_what_is_no_program_raises(wrong: object) -> None:
+    accepted = "a torch.fx.GraphModule or a torch.export.ExportedProgram"
+    with pytest.raises(TypeError, match=f"program must be {accepted}, got {type(wrong).__name__}$"):
+        passes.rewrite(wrong)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_copies_of_the_pass(duplicate: Callable) -> None:
+    ours = passes.MXFP4Passes(merge_metadata=False)
+    ours(traced(lambda x, topk_ids: cast(x, topk_ids), *inputs()).graph)
+    other = duplicate(ours)
+    assert other.uuid() == ours.uuid() and other.report == ours.report and other.report is not ours.report
+    other(traced(functional_layer, *inputs()).graph)
+    assert other.report.graphs == 2 and ours.report.graphs == 1
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager", "aot_eager"])
+def test_compiled_modules_are_pickled_where_torch_compile_is(backend: str) -> None:
+    torch._dynamo.reset()
+    args = inputs()
+    compiled = mxfp4_ops.compile(Picklable(), backend=backend, fullgraph=True)
+    for module in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert same_bytes(module(*args), Picklable()(*args))
+
+
+class Picklable(torch.nn.Module):
+    def forward(self, x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:
+        return functional_layer(x, topk_ids)
+
+
 class Other(torch._inductor.custom_graph_pass.CustomGraphPass):
     def __init__(self) -> None:
         self.graphs = 0
@@ -948,8 +1031,8 @@ def _stacked_by_hand(layers: int, upstream: bool) -> fx.GraphModule:
         for like in metadata_buffers(torch.empty(inputs()[1].shape, device="meta")):
             buffers.append(graph.placeholder(f"buffer{len(buffers)}"))
             buffers[-1].meta["val"] = torch.empty(like.shape, dtype=like.dtype)
-        for _ in range(layers):
-            ids = add(torch.ops.aten.add.Tensor, topk_ids, 0)
+        for layer in range(layers):
+            ids = add(torch.ops.aten.add.Tensor, topk_ids, layer)
             if upstream:
                 names = ("expert_offsets", "blockscale_offsets", "problem_sizes1", "problem_sizes2")
                 names = dict(zip((*names, "input_permutation", "output_permutation"), buffers, strict=True))

@@ -104,6 +104,137 @@ def test_buffers_that_are_views_of_one() -> None:
     assert rewritten(ours) == (0, 1)
 
 
+def _parts(workspace: Tensor) -> list[Tensor]:
+    shapes = [b.shape for b in metadata_buffers(inputs()[1])]
+    parts = workspace[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def test_calls_on_one_workspace_merge() -> None:
+    def model(x: Tensor, topk_ids: Tensor, workspace: Tensor) -> list[Tensor]:
+        results = []
+        for i in range(2):
+            offsets, scale_offsets, _, _, permutation, _ = write_metadata(topk_ids, _parts(workspace))
+            results += vllm.mxfp4_experts_quant(vllm.shuffle_rows(x + i, permutation), offsets, scale_offsets, E, TOPK)
+        return results
+
+    args, ours = inputs(), passes.MXFP4Passes()
+    buffers = [torch.zeros(100, dtype=torch.int32) for _ in range(2)]
+    compiled = mxfp4_ops.compile(model, passes=ours, fullgraph=True)
+    assert same_bytes(compiled(*args, buffers[0]), model(*args, buffers[1]))
+    assert torch.equal(*buffers)
+    assert rewritten(ours) == (1, 2)
+
+
+@pytest.mark.xfail(strict=True, reason="torch adds the offset of the workspace twice")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_workspace_that_is_a_slice_itself(backend: str) -> None:
+    def model(topk_ids: Tensor, workspace: Tensor) -> Tensor:
+        return write_metadata(topk_ids, _parts(workspace))[0] + 0
+
+    ids, (ours, expected) = inputs()[1], (torch.zeros(100, dtype=torch.int32)[7:] for _ in range(2))
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert same_bytes([compiled(ids, ours), ours], [model(ids, expected), expected])
+
+
+def _static_then_returned(topk_ids, buffers):
+    write_metadata(topk_ids, buffers)
+    return mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K).expert_offsets
+
+
+def _static_written_then_returned(topk_ids, buffers):
+    write_metadata(topk_ids, buffers)
+    data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K)
+    buffers[0].add_(1)
+    return data.expert_offsets
+
+
+def _static_then_copy_returned(topk_ids, buffers):
+    write_metadata(topk_ids, buffers)
+    return mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K).expert_offsets.clone()
+
+
+def _static_then_fresh_returned(topk_ids, buffers):
+    write_metadata(topk_ids, buffers)
+    return write_metadata(topk_ids, metadata_buffers(topk_ids))[0]
+
+
+def _set_and_returned(topk_ids, buffers):
+    first, second = (mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K).expert_offsets for _ in range(2))
+    buffers[0].data = second
+    return first
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _static_then_returned,
+        _static_written_then_returned,
+        _static_then_copy_returned,
+        _static_then_fresh_returned,
+        _set_and_returned,
+    ],
+)
+def test_what_is_returned_is_no_buffer_of_the_caller(model: Callable) -> None:
+    """Inductor writes results into the buffers that they are given, and a result of two calls would be in one."""
+    ours = passes.MXFP4Passes()
+    compiled = mxfp4_ops.compile(model, passes=ours, fullgraph=True)
+    seen = []
+    for function in (compiled, model):
+        torch.manual_seed(0)
+        buffers = [b.zero_() for b in metadata_buffers(inputs()[1])]
+        first = function(inputs()[1], buffers)
+        kept = first.clone()
+        second = function(inputs()[1], buffers)
+        second.add_(1)
+        seen.append([kept, first, second, buffers])
+    assert same_bytes(*seen)
+    assert rewritten(ours) == (0, 0) and ours.report.rules["merge_metadata"].matched == 1
+
+
+class _Static(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for i, buffer in enumerate(metadata_buffers(inputs()[1])):
+            self.register_buffer(f"buffer{i}", buffer.zero_())
+
+    def forward(self, topk_ids: Tensor) -> Tensor:
+        return _static_written_then_returned(topk_ids, [getattr(self, f"buffer{i}") for i in range(6)])
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_what_is_returned_is_no_buffer_of_the_module(exported: bool) -> None:
+    ids = inputs()[1], inputs()[1]
+    seen = []
+    for eager in (True, False):
+        module = _Static()
+        if exported and not eager:
+            program = torch.export.export(module, ids[:1]).run_decompositions({})
+            assert passes.rewrite(program).rules["merge_metadata"].reasons().total() == 1
+            module = program.module()
+        function = module if eager else torch.compile(module) if exported else mxfp4_ops.compile(module)
+        first = function(ids[0])
+        kept = first.clone()
+        seen.append([kept, function(ids[1]), first, *module.buffers()])
+    assert same_bytes(*seen)
+
+
+def test_a_merged_result_is_read_before_its_buffer_is_written_again() -> None:
+    def model(x: Tensor, topk_ids: Tensor, other_ids: Tensor, *buffers: Tensor) -> list[Tensor]:
+        write_metadata(topk_ids, list(buffers))
+        data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K)
+        view = data.expert_offsets.view(1, -1)
+        write_metadata(other_ids, list(buffers))
+        rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
+        return [view + 1, *mxfp4_ops.mxfp4_experts_quant(rows, data.expert_offsets, data.blockscale_offsets, E)]
+
+    args, ours = (*inputs(), inputs()[1]), passes.MXFP4Passes()
+    buffers, expected = metadata_buffers(args[1]), metadata_buffers(args[1])
+    compiled = mxfp4_ops.compile(model, passes=ours, fullgraph=True)
+    assert same_bytes([compiled(*args, *buffers), buffers], [model(*args, *expected), expected])
+    assert rewritten(ours) == (1, 1)
+
+
 def test_nested_regions() -> None:
     @torch.compiler.nested_compile_region
     def layer(x: Tensor, topk_ids: Tensor) -> tuple[Tensor, ...]:

@@ -16,9 +16,15 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.immutable_collections import immutable_list
+from torch.utils._pytree import tree_leaves
 
 METADATA = "get_cutlass_moe_mm_data"
 QUANTS = ("mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant")
+ALLOCATIONS = {
+    torch.empty, torch.zeros, torch.full, torch.empty_like, torch.zeros_like, "new_empty", "new_zeros",
+    torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default,
+    torch.ops.aten.new_empty.default, torch.ops.aten.new_zeros.default, torch.ops.aten.empty_like.default,
+}  # fmt: skip
 
 
 class Form(Enum):
@@ -40,6 +46,14 @@ def set_value(node: fx.Node, recorded: object, like: fx.Node) -> None:
     node.meta["example_value" if "val" not in like.meta and "example_value" in like.meta else "val"] = recorded
 
 
+def record_anew(node: fx.Node) -> None:
+    """Record for a view what it is now of its arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    with torch.no_grad():
+        target = getattr(args[0], node.target) if node.op == "call_method" else node.target
+        set_value(node, target(*(args[1:] if node.op == "call_method" else args), **kwargs), node)
+
+
 def same_number(a: object, b: object) -> bool:
     """Whether two ints, SymInts or nodes of these are equal for every input of the graph."""
     if a is b:
@@ -48,12 +62,30 @@ def same_number(a: object, b: object) -> bool:
     return a is not None and b is not None and statically_known_true(a == b)
 
 
-def same_place(a: object, b: object) -> bool:
-    """Whether two tensors of one storage are known to hold the same elements in the same order."""
+def has_storage(recorded: object) -> bool:
+    return isinstance(recorded, torch.Tensor) and torch._C._has_storage(recorded)
+
+
+def tensors_in(recorded: object) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(recorded) if isinstance(t, torch.Tensor)]
+
+
+def same_storage(a: object, b: object) -> bool:
+    """Whether two recorded tensors are known to have one storage."""
+    return has_storage(a) and has_storage(b) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def same_layout(a: object, b: object) -> bool:
+    """Whether two tensors are known to lie in the same way in storages that may be two."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dim() != b.dim() or a.dtype != b.dtype:
         return False
     numbers = [(*t.shape, *t.stride(), t.storage_offset()) for t in (a, b)]
     return all(same_number(x, y) for x, y in zip(*numbers, strict=True))
+
+
+def same_place(a: object, b: object) -> bool:
+    """Whether two tensors are known to be the same elements of one storage in the same order."""
+    return same_storage(a, b) and same_layout(a, b)
 
 
 @cache
@@ -118,17 +150,59 @@ class Call:
 
     # Results
 
-    def result_at(self, index: int, tensor: object) -> str | None:
-        """Name of the result that a tensor is, which is ``getitem(node, index)`` or, of AUTO_V2, a view of that."""
+    def index(self, name: str) -> int | None:
+        """Where a result is in what the call returns, or of AUTO_V2 the buffer that holds it; None of no result."""
+        if not self.has_result(name):
+            return None
         if self.form is Form.FUNCTIONAL:
-            return self.results[index]
+            return self.results.index(name)
+        return 1 + (self.written.index(name) if self.form is Form.AUTO_V1 else self._base(name))
+
+    def results_at(self, index: int) -> list[str]:
+        """The results that are in one item of what the call returns; more than one where they are views of a buffer."""
+        return [name for name in self.results if self.form is not Form.MUTATING and self.index(name) == index]
+
+    def is_item(self, name: str) -> bool:
+        """Whether a result is the whole item that holds it."""
+        return self.form is not Form.AUTO_V2 or self._view_call(name) is None
+
+    def result_at(self, index: int, tensor: object, whole: bool) -> str | None:
+        """Name of the result that a tensor is: the item of that index, if ``whole``, or for AUTO_V2 a view of it."""
+        names = self.results_at(index)
+        if whole:
+            return names[0] if len(names) == 1 and self.is_item(names[0]) else None
+        item = self.recorded_item(index)
+        return next(
+            (name for name in names if item is not None and same_place(self._view_of(name, item), tensor)), None
+        )
+
+    def recorded_item(self, index: int) -> object:
+        """What tracing recorded for an item: in the call's value, which is not always there."""
+        recorded = value(self.node)
+        return None if recorded is None else recorded[index]
+
+    def recorded(self, name: str) -> object:
+        """What tracing recorded for a result; of one that is still to be added, what would be."""
+        if not self.has_result(name):
+            ids = value(self.argument("topk_ids"))
+            return None if ids is None else ids.new_empty((ids.shape[0] * ids.shape[1],), dtype=torch.int32)
+        item = self.recorded_item(self.index(name))
+        return item if item is None or self.form is not Form.AUTO_V2 else self._view_of(name, item)
+
+    def items(self) -> range:
+        """Indices of what an auto-functionalized call returns, the buffers as they were written."""
+        return range(1, 1 + len(self.written if self.form is Form.AUTO_V1 else self.node.kwargs["_all_bases"]))
+
+    def buffer(self, index: int) -> object:
+        """The buffer that an auto-functionalized call was given for an item."""
         if self.form is Form.AUTO_V1:
-            return self.written[index - 1] if index > 0 else None
-        bases = value(self.node)
-        for name in self.written if bases is not None else ():
-            if self._base(name) == index - 1 and same_place(self._view_of(name, bases[index]), tensor):
-                return name
-        return None
+            return self.argument(self.written[index - 1])
+        return self.node.kwargs["_all_bases"][index - 1]
+
+    def view_arguments(self, name: str) -> dict[str, object]:
+        """What makes the buffer of AUTO_V2 from its base."""
+        prefix = f"_{name}_"
+        return {k: v for k, v in self.node.kwargs.items() if k.startswith(prefix) and k != f"{prefix}base_index"}
 
     def _base(self, name: str) -> int | None:
         return self.node.kwargs.get(f"_{name}_base_index")
@@ -163,10 +237,10 @@ class Call:
         if self.form is Form.MUTATING:
             return self.argument(name)
         if self.form is Form.FUNCTIONAL:
-            return self._item(self.results.index(name))
+            return self.item(self.results.index(name))
         if self.form is Form.AUTO_V1:
-            return self._item(1 + self.written.index(name))
-        return self._view(name, self._item(1 + self._base(name)))
+            return self.item(1 + self.written.index(name))
+        return self._view(name, self.item(1 + self._base(name)))
 
     def _new_node(self, target: Callable, args: tuple, kwargs: dict | None = None, recorded: object = None) -> fx.Node:
         """A node at the graph's insertion point, said to stem from where the call stems from."""
@@ -178,7 +252,8 @@ class Call:
             set_value(node, recorded, self.node)
         return node
 
-    def _item(self, index: int) -> fx.Node:
+    def item(self, index: int) -> fx.Node:
+        """The node right after the call that holds an item of what it returns."""
         for user in self.node.users:
             if user.target is operator.getitem and user.args[1] == index:
                 self.node.append(user)  # it may stand behind the quant that is to use it
@@ -204,12 +279,10 @@ class Call:
     def _add_buffer(self, name: str) -> None:
         """Give the metadata call a fresh int32 buffer for a result of one entry a routed row."""
         ids = self.argument("topk_ids")
-        like = value(ids)
-        rows = like.shape[0] * like.shape[1]
-        recorded = like.new_empty((rows,), dtype=torch.int32)
+        like, recorded = value(ids), self.recorded(name)
         with self.node.graph.inserting_before(self.node):
             options = {"dtype": torch.int32, "device": like.device, "pin_memory": False}
-            size = self._product(ids, rows)
+            size = self._product(ids, recorded.shape[0])
             buffer = self._new_node(torch.ops.aten.empty.memory_format, ([size],), options, recorded)
         if self.form is Form.AUTO_V2:
             self._add_base(name, buffer)

@@ -69,6 +69,18 @@ class _Inductor(torch._TorchCompileInductorWrapper):
         return compiled
 
 
+class _Rewriting:
+    """Another backend, given what the rules make of Dynamo's graph."""
+
+    def __init__(self, ours: MXFP4Passes, inner: Callable) -> None:
+        self.ours, self.inner = ours, inner
+
+    def __call__(self, module: fx.GraphModule, inputs: list, **kwargs: Any) -> Callable:
+        self.ours.run(module.graph)
+        module.recompile()
+        return self.inner(module, inputs, **kwargs)
+
+
 def compile(
     model: Callable | None = None,
     *,
@@ -120,11 +132,5 @@ def compile(
         inductor = _Inductor(ours, mode, options, dynamic)
         return torch.compile(model, backend=inductor, dynamic=dynamic, options=frontend or None, **torch_compile_kwargs)
 
-    inner = torch._dynamo.lookup_backend(backend)
-
-    def rewritten(module: fx.GraphModule, inputs: list, **kwargs: Any) -> Callable:
-        ours.run(module.graph)
-        module.recompile()
-        return inner(module, inputs, **kwargs)
-
-    return torch.compile(model, backend=rewritten, mode=mode, options=options, dynamic=dynamic, **torch_compile_kwargs)
+    rewriting = _Rewriting(ours, torch._dynamo.lookup_backend(backend))
+    return torch.compile(model, backend=rewriting, mode=mode, options=options, dynamic=dynamic, **torch_compile_kwargs)

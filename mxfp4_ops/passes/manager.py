@@ -11,7 +11,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import merge_metadata, sorted_ids
-from .provenance import GRAPH_INPUT, SUBGRAPH_INPUT, Tensors, nested_module
+from .effects import nested_module
+from .provenance import GRAPH_INPUT, SUBGRAPH_INPUT, Tensors
 from .report import Report, Skipped
 
 log = logging.getLogger("mxfp4_ops.passes")
@@ -43,7 +44,7 @@ class MXFP4Passes(CustomGraphPass):
 
     Args:
         sorted_expert_ids: rule 1, a quant on offset search takes the sorted_expert_ids of its metadata call.
-        merge_metadata: rule 2, metadata calls with the same arguments become one.
+        merge_metadata: rule 2, metadata calls with equal arguments become one.
         log_graphs: log each graph before and after at INFO.
 
     Put an instance into ``torch._inductor.config.post_grad_custom_pre_pass``, or let ``mxfp4_ops.compile`` do it beside
@@ -66,16 +67,26 @@ class MXFP4Passes(CustomGraphPass):
             for skipped in self._skipped.pop(module.graph, []):
                 skipped.reason = skipped.reason.replace(GRAPH_INPUT, SUBGRAPH_INPUT)
 
+    def __getstate__(self) -> dict:
+        # Graphs are not copied with the pass, and so neither is what is known of them.
+        return {**self.__dict__, "_skipped": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, _skipped=WeakKeyDictionary())
+
     def uuid(self) -> tuple:
         """Identity for caches: equal where the rules would do the same."""
         return (_fingerprint(), *sorted(self.options.items()))
 
-    def run(self, graph: fx.Graph) -> Report:
-        """Rewrite a graph and the graphs nested in it; returns their report and adds it to ``self.report``."""
+    def run(self, graph: fx.Graph, preserved: frozenset[str] = frozenset()) -> Report:
+        """Rewrite a graph and the graphs nested in it; returns their report and adds it to ``self.report``.
+
+        ``preserved`` names modules whose signatures are to stay: no rule joins what is in one with what is not.
+        """
         report, seen, nested = Report(), set(), False
         pending = [graph]
         while pending:
-            report.add(self._rewrite(pending[0], nested))
+            report.add(self._rewrite(pending[0], nested, preserved))
             for module in _nested_modules(pending.pop(0)):
                 if module not in seen:
                     seen.add(module)
@@ -85,13 +96,13 @@ class MXFP4Passes(CustomGraphPass):
             module.recompile()
         return self._finish(report)
 
-    def _rewrite(self, graph: fx.Graph, nested: bool = False) -> Report:
+    def _rewrite(self, graph: fx.Graph, nested: bool = False, preserved: frozenset[str] = frozenset()) -> Report:
         report = Report(graphs=1)
         if self.log_graphs:
             log.info("before:\n%s", str(graph))
         for rule in RULES:
             if self.options[rule.NAME]:
-                rule.apply(Tensors(graph, nested), report.rule(rule.NAME))
+                rule.apply(Tensors(graph, nested, preserved), report.rule(rule.NAME))
         if any(rule.rewritten for rule in report.rules.values()):
             graph.lint()
         if self.log_graphs:
@@ -121,6 +132,9 @@ def rewrite(program: "fx.GraphModule | torch.export.ExportedProgram", **options:
     Returns:
         Report; ``print`` it for a table.
 
+    Raises:
+        TypeError: program is neither, or an option is unknown.
+
     Example:
         >>> import torch, mxfp4_ops
         >>> class Experts(torch.nn.Module):
@@ -135,8 +149,15 @@ def rewrite(program: "fx.GraphModule | torch.export.ExportedProgram", **options:
         merge_metadata           0          0        0
         sorted_expert_ids        1          1        0
     """
-    module = program if isinstance(program, fx.GraphModule) else program.graph_module
-    report = MXFP4Passes(**options).run(module.graph)
+    if isinstance(program, fx.GraphModule):
+        module, preserved = program, frozenset()
+    elif isinstance(program, torch.export.ExportedProgram):
+        module, entries = program.graph_module, program.module_call_graph
+        preserved = frozenset(e.fqn.partition("@")[0] for e in entries if e.fqn and e.signature is not None)
+    else:
+        accepted = "a torch.fx.GraphModule or a torch.export.ExportedProgram"
+        raise TypeError(f"rewrite: program must be {accepted}, got {type(program).__name__}")
+    report = MXFP4Passes(**options).run(module.graph, preserved)
     module.recompile()
     if module is not program:
         _rename_outputs(program)

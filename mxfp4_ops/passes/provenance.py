@@ -1,19 +1,19 @@
-"""Where a tensor of a graph comes from, and who writes it on the way."""
+"""Where a tensor of a graph comes from, whose memory is whose, who writes it on the way, and who sees it in the end."""
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .calls import METADATA, Call, Form, same_place, value
+from .calls import ALLOCATIONS, METADATA, Call, Form, has_storage, same_place, same_storage, tensors_in, value
+from .effects import AUTO, Effects, attribute, base_name, name_of, nested_module, shared_by, written_by
 
 aten = torch.ops.aten
 
+OUTPUT = "output"
 GRAPH_INPUT = "is a graph input"
 SUBGRAPH_INPUT = "comes into the subgraph from outside"
 
@@ -22,24 +22,17 @@ _COPYING = {aten.reshape, aten.contiguous, torch.reshape, "reshape", "contiguous
 _COPYING |= {aten.reshape.default, aten.contiguous.default}
 _KEEPING = _COPYING | {aten.alias, aten.detach, torch.detach, "view", "detach"}
 _KEEPING |= {aten.view.default, aten.alias.default, aten.detach.default}
-# Methods, in Dynamo's graphs, whose result may share the memory of the tensor they are called on.
-_VIEW_METHODS = {
-    "view", "reshape", "detach", "contiguous", "select", "narrow", "squeeze", "unsqueeze", "flatten", "transpose", "t",
-    "permute", "expand", "view_as", "as_strided", "unbind", "split", "chunk", "ravel", "unflatten", "data", "to",
-}  # fmt: skip
 _CASTS = {aten._to_copy.default, aten.view.dtype, torch.ops.prims.convert_element_type.default}
 _CASTS |= {getattr(aten.to, overload) for overload in aten.to.overloads()}
 _CAST_METHODS = {"to", "int", "long", "short", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
-_IN_PLACE_FUNCTIONS = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-    operator.ipow, operator.ior, operator.iand, operator.ixor, operator.ilshift, operator.irshift,
+# What a compiler may leave out, so that its result is its argument: Inductor does where it finds that nothing changes.
+_LEFT_OUT = {
+    "clone", "copy", "_to_copy", "to", "contiguous", "cat", "repeat", "constant_pad_nd", "slice_scatter", "pow",
+    "convert_element_type", "device_put", "ceil", "floor", "round", "trunc", "int", "type", "cpu", "cuda",
 }  # fmt: skip
-_IN_PLACE_METHODS = {f"__{function.__name__}__" for function in _IN_PLACE_FUNCTIONS}
-
-
-def name_of(node: fx.Node) -> str:
-    """What a node calls, as a person would name it."""
-    return str(node.target) if node.op != "call_function" else getattr(node.target, "__name__", str(node.target))
+_COPIES_INTO = {"copy_", "_foreach_copy_", "setitem", "__setitem__"}
+# After these a tensor is other memory than before, and what tracing recorded is only how it ended.
+_MOVES = {"set_", "resize_", "resize_as_", "swap_tensors"}
 
 
 @dataclass(frozen=True)
@@ -51,66 +44,104 @@ class Origin:
 
 
 class Tensors:
-    """The tensors of one graph: its calls of our ops, whose memory is whose, and its writes, found once."""
+    """The tensors of one graph: its calls of our ops, whose memory is whose, its writes, and what is seen outside.
 
-    def __init__(self, graph: fx.Graph, nested: bool = False) -> None:
-        self.nested = nested
+    ``preserved`` names the modules of an exported program whose signatures are to stay.
+    """
+
+    def __init__(self, graph: fx.Graph, nested: bool = False, preserved: frozenset[str] = frozenset()) -> None:
+        self.graph, self.nested, self.preserved = graph, nested, preserved
         self.calls = {node: call for node in graph.nodes if (call := Call.parse(node)) is not None}
         self.metadata_calls = [call for call in self.calls.values() if call.op == METADATA]
-        self._memory: dict[fx.Node, object] = {}
-        self._writers: dict[object, list[fx.Node]] = defaultdict(list)
-        self._writing_modules: dict[fx.GraphModule, bool] = {}
+        self.storages_tell = not any(base_name(node) in _MOVES for node in graph.nodes)
+        self._inner: dict[fx.GraphModule, Effects] = {}
+        self._effects = {node: self._effects_of(node) for node in graph.nodes if _is_higher_order(node)}
+        self._parents: dict[object, object] = {}
+        self._keys: dict[object, object] = {}
+        self._writers: dict[object, list[fx.Node]] = {}
+        self._seen: dict[object, set] = {}
+        self._items: dict[object, fx.Node] = {}
+        for node in graph.nodes:
+            self._place(node)
         for node in graph.nodes:
             for memory in {self.memory(tensor) for tensor in self._written_by(node)}:
-                self._writers[memory].append(node)
+                self._writers.setdefault(memory, []).append(node)
         items = (user for call in self.metadata_calls if call.form is Form.AUTO_V2 for user in call.node.users)
-        self._bases = {self.memory(item): item for item in items if self._is_item(item)}
-        output = next((node for node in reversed(graph.nodes) if node.op == "output"), None)
-        self._outputs = {self.memory(node) for node in output.all_input_nodes} if output is not None else set()
+        self._items = {self.memory(item): item for item in items if self.is_item(item)}
+        self._find_seen()
 
-    # Memory and writes
+    # Memory: classes of what may share it
 
-    def memory(self, node: fx.Node) -> object:
-        """An identity of the memory of a tensor: of its storage where tracing recorded a value, else of its maker."""
-        if node not in self._memory:
-            root = self._root(node)
-            # Of several results, each has memory of its own, which the op that made them does not record.
-            recorded = next((v for v in (value(root), value(node)) if _has_storage(v)), None)
-            known = recorded is not None
-            self._memory[node] = StorageWeakRef(recorded.untyped_storage()) if known else self._name_root(root)
-        return self._memory[node]
+    def memory(self, tensor: object) -> object:
+        """An identity of the memory of a node, or of an item (call node, index): equal where memory may be shared."""
+        if not isinstance(tensor, fx.Node):
+            tensor = self._keys.setdefault(tensor, tensor)
+        elif tensor not in self._parents:
+            self._place(tensor)
+        parents = self._parents
+        while (parent := parents.get(tensor, tensor)) is not tensor:
+            parents[tensor] = tensor = parents.get(parent, parent)  # halving the way keeps all ways short
+        return tensor
 
-    def _root(self, node: fx.Node) -> fx.Node:
-        """The node, behind views, that made the memory of a tensor; for a result of ours, its getitem."""
-        while (source := _alias_of(node)) is not None and source not in self.calls:
-            node = source
-        return node
+    def join(self, a: object, b: object) -> None:
+        """Two tensors may be in one memory: what writes and sees one writes and sees the other."""
+        a, b = self.memory(a), self.memory(b)
+        if a is b:
+            return
+        self._parents[a] = b
+        if a in self._writers:
+            self._writers[b] = sorted({*self._writers.pop(a), *self._writers.get(b, ())})
+        if a in self._seen:
+            self._seen[b] = self._seen.pop(a) | self._seen.get(b, set())
+        if a in self._items:
+            self._items.setdefault(b, self._items.pop(a))
 
-    def _name_root(self, root: fx.Node) -> object:
-        return tuple(root.args) if self._is_item(root) else root
+    def _place(self, node: fx.Node) -> None:
+        self._parents[node] = node
+        if self.is_item(node):
+            self.join(node, (node.args[0], node.args[1]))
+        elif node.op == "get_attr":
+            self.join(node, ("attribute", node.target))
+        if node not in self.calls and node.op != "output":  # of several results, each has memory of its own
+            recorded = [*tensors_in(value(node)), attribute(node)]
+            for storage in {StorageWeakRef(t.untyped_storage()) for t in recorded if has_storage(t)}:
+                self.join(node, storage)
+        if not self.is_item(node):
+            for source in shared_by(node, self.calls.get(node), self._effects.get(node), self.storages_tell):
+                self.join(node, source)
 
-    def _is_item(self, node: fx.Node) -> bool:
+    def is_item(self, node: fx.Node) -> bool:
         """Whether a node is one of the results of a call of ours."""
-        return node.target is operator.getitem and node.args[0] in self.calls
+        call = self.calls.get(node.args[0]) if node.target is operator.getitem else None
+        return call is not None and (call.form in (Form.AUTO_V1, Form.AUTO_V2) or len(call.results) > 1)
 
-    def is_output(self, node: fx.Node) -> bool:
-        return self.memory(node) in self._outputs
+    # Writes
 
-    def writers(self, node: fx.Node) -> list[fx.Node]:
+    def _written_by(self, node: fx.Node) -> list[fx.Node]:
+        return written_by(node, self.calls.get(node), self._effects.get(node))
+
+    def writers(self, tensor: object) -> list[fx.Node]:
         """All nodes that write the memory of a tensor, in order."""
-        return self._writers.get(self.memory(node), [])
+        return self._writers.get(self.memory(tensor), [])
 
-    def last_write(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
+    def last_write(self, tensor: object, before: fx.Node) -> fx.Node | None:
         """The last node before another that writes the memory of a tensor."""
-        writers = self.writers(node)
+        writers = self.writers(tensor)
         index = bisect_left(writers, before)
         return writers[index - 1] if index else None
 
-    def first_write(self, node: fx.Node, after: fx.Node, before: fx.Node | None = None) -> fx.Node | None:
+    def first_write(self, tensor: object, after: fx.Node, before: fx.Node | None = None) -> fx.Node | None:
         """The first node behind ``after`` (and before ``before``) that writes the memory of a tensor."""
-        writers = self.writers(node)
+        writers = self.writers(tensor)
         index = bisect_right(writers, after)
         return writers[index] if index < len(writers) and (before is None or writers[index] < before) else None
+
+    def is_written(self, tensor: fx.Node, writer: fx.Node) -> str:
+        """How a person would say what a writer of a tensor's memory does to the tensor."""
+        written = [value(t) for t in self._written_by(writer) if self.memory(t) is self.memory(tensor)]
+        if self.storages_tell and all(_are_apart(value(tensor), w) for w in written):
+            return "is in a buffer of which another part is written"
+        return "is written"
 
     def forget(self, call: Call) -> None:
         """A call is about to be erased."""
@@ -118,6 +149,67 @@ class Tensors:
             writers = self._writers[memory]
             del writers[bisect_left(writers, call.node)]
         del self.calls[call.node]
+
+    # Who sees a tensor outside of the graph
+
+    def seen(self, tensor: object) -> set[object]:
+        """The memories outside of the graph that a tensor is in or may be put into: of inputs, constants, and OUTPUT.
+
+        Inductor writes a result straight into the input that it was given as a buffer for or is copied into, and leaves
+        out copies that change nothing: so these count, and not only outputs.
+        """
+        return {OUTPUT if m is OUTPUT else self.memory(m) for m in self._seen.get(self.memory(tensor), ())}
+
+    def _find_seen(self) -> None:
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._see(node, {self.memory(node)})
+        built_in: dict[object, set] = {memory: set(seen) for memory, seen in self._seen.items()}
+        items = []
+        for node in self.graph.nodes:
+            for memory, source in self._built_from(node):
+                if found := built_in.get(self.memory(source)):
+                    built_in.setdefault(memory, set()).update(found)
+                    items.append(memory)
+        for memory in items:
+            self._see(memory, built_in[memory])
+        for node in reversed(self.graph.nodes):
+            if node.op == "output":
+                for result in node.all_input_nodes:
+                    self._see(result, {OUTPUT})
+            elif node.op.startswith("call"):
+                name = base_name(node)
+                target = next(iter(self._written_by(node)), None) if name in _COPIES_INTO else node
+                if target is not None and (target is not node or name in _LEFT_OUT):
+                    for source in node.all_input_nodes:
+                        self._see(source, self._seen.get(self.memory(target), ()))
+
+    def _see(self, tensor: object, seen: "set[object] | tuple") -> None:
+        if seen:
+            self._seen.setdefault(self.memory(tensor), set()).update(seen)
+
+    def _built_from(self, node: fx.Node) -> list[tuple[object, fx.Node]]:
+        """Memories, and the tensors in whose memory Inductor may build them: only of int32, as metadata is."""
+        call = self.calls.get(node)
+        if call is not None and call.form in (Form.AUTO_V1, Form.AUTO_V2):
+            buffers = ((index, call.buffer(index)) for index in call.items())
+            return [(self.memory((node, index)), b) for index, b in buffers if isinstance(b, fx.Node)]
+        if call is not None or node.op != "call_function" or node.target in ALLOCATIONS:
+            return []
+        recorded = value(node)
+        if node.target in AUTO or recorded is None or torch.int32 in {t.dtype for t in tensors_in(recorded)}:
+            return [(self.memory(node), source) for source in node.all_input_nodes]
+        return []
+
+    # Modules whose signatures are to stay
+
+    def are_parted(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether a module whose signature is preserved holds one of two nodes and not the other."""
+        return bool(self.preserved) and self._preserved_around(a) != self._preserved_around(b)
+
+    def _preserved_around(self, node: fx.Node) -> list[str]:
+        paths = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
+        return [path for path in paths if path.partition("@")[0] in self.preserved]
 
     # Provenance
 
@@ -136,17 +228,17 @@ class Tensors:
 
     def _result(self, node: fx.Node, user: fx.Node) -> Origin | str | None:
         """The origin of what is a result of a call, or in the form AUTO_V2 a view of its result."""
-        item = node if self._is_item(node) else self._bases.get(self.memory(node))
+        item = node if self.is_item(node) else self._items.get(self.memory(node))
         if item is None:
             return None
         call = self.calls[item.args[0]]
         if call.op != METADATA:
             return f"is a result of {call.op}"
-        name = call.result_at(item.args[1], value(node))
+        name = call.result_at(item.args[1], value(node), whole=item is node)
         if name is None:
             return "is part of a larger buffer" if item is node else None
         if writer := self.first_write(node, call.node, user):
-            return f"is written after the metadata call, by {name_of(writer)}"
+            return f"{self.is_written(node, writer)} after the metadata call, by {name_of(writer)}"
         return Origin(call, name)
 
     def _written_buffer(self, node: fx.Node, user: fx.Node) -> Origin | str | None:
@@ -159,7 +251,7 @@ class Tensors:
             return next((Origin(call, name) for name in call.written if self._is_buffer(call, name, node)), None)
         writers = self.writers(node)
         if any(map(self._is_raw_metadata, writers[: bisect_left(writers, user)])):
-            return f"is written after the metadata call, by {name_of(writer)}"
+            return f"{self.is_written(node, writer)} after the metadata call, by {name_of(writer)}"
         return None
 
     def _is_raw_metadata(self, node: fx.Node) -> bool:
@@ -171,7 +263,7 @@ class Tensors:
         buffer = call.argument(name)
         if not isinstance(buffer, fx.Node) or buffer is node:
             return buffer is node
-        return self.memory(buffer) == self.memory(node) and same_place(value(buffer), value(node))
+        return self.storages_tell and same_place(value(buffer), value(node))
 
     def _obstacle(self, node: fx.Node) -> str | None:
         """Why the walk does not go on to the first argument of a node."""
@@ -194,61 +286,27 @@ class Tensors:
             return f"passes through {name_of(node.args[0])}"
         return f"passes through {name_of(node)}"
 
-    # What a node writes
+    # Higher-order ops
 
-    def _written_by(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors that a node writes in place, or may write: of what is not known, all that it is given."""
-        target, call = node.target, self.calls.get(node)
-        written: tuple = ()
-        if call is not None:
-            written = tuple(call.argument(name) for name in call.written) if call.form is Form.MUTATING else ()
-        elif node.op == "call_method":
-            written = node.args[:1] if _ends_in_place(target) else ()
-        elif node.op == "call_module":
-            written = (node.args, node.kwargs)
-        elif node.op != "call_function" or target in (auto_functionalized, auto_functionalized_v2):
-            pass
-        elif isinstance(target, torch._ops.OpOverload):
-            written = _declared_writes(node, [target])
-        elif isinstance(target, torch._ops.OpOverloadPacket):
-            written = _declared_writes(node, [getattr(target, overload) for overload in target.overloads()])
-        elif isinstance(target, torch._ops.HigherOrderOperator):
-            written = (node.args, node.kwargs) if self._subgraphs_write(node) else ()
-        elif target in _IN_PLACE_FUNCTIONS or _ends_in_place(getattr(target, "__name__", "")):
-            written = node.args[:1]
-        elif _is_of_torch(target):
-            written = (node.kwargs.get("out"),)
-        else:
-            written = (node.args, node.kwargs)
-        nodes: list[fx.Node] = []
-        fx.node.map_arg(written, nodes.append)
-        return nodes
-
-    def _subgraphs_write(self, node: fx.Node) -> bool:
-        """Whether a higher-order op may write what it is given: without subgraphs it may, else if one of them does."""
+    def _effects_of(self, node: fx.Node) -> Effects:
+        """Of a higher-order op: those of its subgraphs, and where it has none, all that may be."""
         modules = [m for a in node.all_input_nodes if (m := nested_module(a)) is not None]
-        return not modules or any(map(self._module_writes, modules))
+        effects = [self._effects_inside(module) for module in modules]
+        return Effects(not effects or any(e.writes for e in effects), not effects or any(e.shares for e in effects))
 
-    def _module_writes(self, module: fx.GraphModule) -> bool:
-        if module not in self._writing_modules:
+    def _effects_inside(self, module: fx.GraphModule) -> Effects:
+        if module not in self._inner:
             inner = Tensors(module.graph, nested=True)
-            inputs = (node for node in module.graph.nodes if node.op == "placeholder")
-            self._writing_modules[module] = any(inner.writers(node) for node in inputs)
-        return self._writing_modules[module]
+            inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+            memories = {inner.memory(node) for node in inputs}
+            outputs = [result for node in module.graph.nodes if node.op == "output" for result in node.all_input_nodes]
+            shares = any(inner.memory(result) in memories for result in outputs)
+            self._inner[module] = Effects(any(inner.writers(node) for node in inputs), shares)
+        return self._inner[module]
 
 
-def nested_module(node: fx.Node) -> fx.GraphModule | None:
-    """The graph module that a get_attr node names."""
-    if node.op != "get_attr" or node.graph.owning_module is None:
-        return None
-    found: object = node.graph.owning_module
-    for part in str(node.target).split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, fx.GraphModule) else None
-
-
-def _has_storage(recorded: object) -> bool:
-    return isinstance(recorded, torch.Tensor) and torch._C._has_storage(recorded)
+def _is_higher_order(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in AUTO
 
 
 def _is_contiguous(node: fx.Node) -> bool:
@@ -256,38 +314,12 @@ def _is_contiguous(node: fx.Node) -> bool:
     return isinstance(recorded, torch.Tensor) and recorded.is_contiguous()
 
 
-def _ends_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.startswith("_")) or name in _IN_PLACE_METHODS
-
-
-def _is_of_torch(target: object) -> bool:
-    """Whether a function follows torch's rule that only names with a trailing underscore, and out=, write."""
-    module = getattr(target, "__module__", None) or "torch"
-    return module.partition(".")[0] in ("torch", "_operator", "math", "builtins")
-
-
-def _declared_writes(node: fx.Node, overloads: list[torch._ops.OpOverload]) -> tuple:
-    written = []
-    for overload in overloads:
-        for position, argument in enumerate(overload._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                positional = position < len(node.args) and not argument.kwarg_only
-                written.append(node.args[position] if positional else node.kwargs.get(argument.name))
-    return tuple(written)
-
-
-def _alias_of(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory the result of a node shares, as far as the node's name tells."""
-    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if node.op == "call_method":
-        return first if _ends_in_place(node.target) or node.target in _VIEW_METHODS else None
-    if node.op != "call_function":
-        return None
-    if node.target is operator.getitem or node.target in _IN_PLACE_FUNCTIONS:
-        return first
-    if isinstance(node.target, torch._ops.OpOverload):
-        returned = {s for r in node.target._schema.returns if r.alias_info for s in r.alias_info.before_set}
-        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info and returned & set(argument.alias_info.before_set) and isinstance(given, fx.Node):
-                return given
-    return None
+def _are_apart(a: object, b: object) -> bool:
+    """Whether two tensors are known to lie in different parts of one storage."""
+    if not same_storage(a, b):
+        return False
+    numbers = [(t.storage_offset(), *t.shape, *t.stride()) for t in (a, b)]
+    if not all(isinstance(n, int) for n in (*numbers[0], *numbers[1])) or not a.numel() or not b.numel():
+        return False
+    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
+    return ends[0] < b.storage_offset() or ends[1] < a.storage_offset()

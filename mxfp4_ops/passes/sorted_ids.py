@@ -1,7 +1,8 @@
 """Rule 1: a quant that searches the offsets takes the sorted_expert_ids of the metadata call that made them."""
 
 from .calls import QUANTS, Call, same_number, value
-from .provenance import Tensors, name_of
+from .effects import name_of
+from .provenance import Tensors
 from .report import RuleReport
 
 NAME = "sorted_expert_ids"
@@ -37,6 +38,8 @@ def _metadata_call(tensors: Tensors, quant: Call) -> Call | str:
 
 
 def _reason_against(tensors: Tensors, quant: Call, call: Call) -> str | None:
+    if tensors.are_parted(quant.node, call.node):
+        return "a module whose signature is preserved holds one of it and the metadata call and not the other"
     theirs, ours = quant.argument("n_experts"), call.argument("num_experts")
     if not same_number(theirs, ours):
         return f"n_experts is {theirs}, num_experts of the metadata call {ours}"
@@ -47,5 +50,6 @@ def _reason_against(tensors: Tensors, quant: Call, call: Call) -> str | None:
     if call.has_result("sorted_expert_ids"):
         sorted_ids = call.result("sorted_expert_ids")
         if writer := tensors.first_write(sorted_ids, call.node, quant.node):
-            return f"sorted_expert_ids is written after the metadata call, by {name_of(writer)}"
+            how = tensors.is_written(sorted_ids, writer)
+            return f"sorted_expert_ids {how} after the metadata call, by {name_of(writer)}"
     return None
