@@ -7,7 +7,7 @@ scale layout; ``compat.vllm`` has vLLM's own signatures; ``meta`` the shape func
 
 import importlib
 
-from . import _library, _autograd, compat, meta, layout  # noqa: F401, I001  (_library defines the ops)
+from . import _library, _autograd, compat, meta, layout  # noqa: F401  # isort: skip  (_library defines the ops)
 from .ops import (
     MoEMetadata,
     PermutedQuantizedRows,
