@@ -573,3 +573,35 @@ def test_a_write_to_another_part_is_called_that() -> None:
     assert as_eager(compiled, model, *inputs())
     [reason] = reasons(compiled.report)
     assert reason == "expert_offsets is in a buffer of which another part is written after the metadata call, by fill_"
+
+
+def _one_writer_of_two(ids: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = ids.clone(), ids.clone()
+    torch._foreach_add_([first, second], [0, 1])
+    return data_of(first).expert_offsets * 1, data_of(second).expert_offsets * 1
+
+
+def _one_writer_of_what_may_be_shared(ids: Tensor) -> tuple[Tensor, ...]:
+    first, second = ids.clone(), ids.clone()
+    both = torch.hstack([first, second])
+    first.add_(1)
+    return data_of(first).expert_offsets * 1, data_of(second).expert_offsets * 1, both
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor", "export"])
+@pytest.mark.parametrize("model", [_one_writer_of_two, _one_writer_of_what_may_be_shared])
+def test_one_writer_may_write_different_values(model: Callable, how: str) -> None:
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0]])
+    if how == "export":
+
+        class Module(torch.nn.Module):
+            def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+                return model(ids)
+
+        program = torch.export.export(Module(), (ids,))
+        assert passes.rewrite(program).rules["merge_metadata"].rewritten == 0
+        made = program.module()
+    else:
+        torch._dynamo.reset()
+        made = mxfp4_ops.compile(model, backend=how)
+    assert same_bytes(made(ids.clone()), model(ids.clone()))

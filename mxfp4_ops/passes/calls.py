@@ -79,6 +79,8 @@ def same_layout(a: object, b: object) -> bool:
     """Whether two tensors are known to lie in the same way in storages that may be two."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dim() != b.dim() or a.dtype != b.dtype:
         return False
+    if a.is_neg() != b.is_neg() or a.is_conj() != b.is_conj():
+        return False
     numbers = [(*t.shape, *t.stride(), t.storage_offset()) for t in (a, b)]
     return all(same_number(x, y) for x, y in zip(*numbers, strict=True))
 

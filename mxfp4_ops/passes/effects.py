@@ -71,7 +71,8 @@ def written_by(node: fx.Node, call: Call | None, effects: Effects | None) -> lis
     elif node.op == "call_method":
         written = node.args[:1] if _ends_in_place(target) else ()
     elif node.op == "call_module":
-        written = (node.args, node.kwargs)
+        # What torch.export puts first into an unlifted program only checks its inputs.
+        written = () if target == "_guards_fn" else (node.args, node.kwargs)
     elif node.op != "call_function" or target in AUTO:
         pass
     elif isinstance(target, torch._ops.OpOverload):

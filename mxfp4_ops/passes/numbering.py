@@ -5,7 +5,7 @@ import operator
 import torch
 from torch import fx
 
-from .calls import same_layout, same_storage, value
+from .calls import same_layout, same_place, same_storage, value
 from .provenance import Tensors
 
 # Methods, in Dynamo's graphs, that compute the same from the same.
@@ -40,14 +40,20 @@ class Numbers:
 
     def are_same(self, a: object, user_a: fx.Node, b: object, user_b: fx.Node) -> bool:
         """Whether two arguments are the same for their users."""
-        return self.of(a) == self.of(b) and self._last_write(a, user_a) is self._last_write(b, user_b)
+        return self.of(a) == self.of(b) and self.writer_between(a, user_a, b, user_b) is None
 
     def writer_between(self, a: object, user_a: fx.Node, b: object, user_b: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """Of two arguments of one number: which of them is written before its use and not the other, and by whom."""
+        """Of two arguments of one number: which of them is written before its use and not the other, and by whom.
+
+        One writer may write two tensors differently, so that after a write only one and the same tensor is equal.
+        """
         writers = self._last_write(a, user_a), self._last_write(b, user_b)
-        if writers[0] is writers[1]:
+        if writers[0] is writers[1] and (writers[0] is None or self._are_one(a, b)):
             return None
         return (a, writers[0]) if writers[1] is None else (b, writers[1])
+
+    def _are_one(self, a: fx.Node, b: fx.Node) -> bool:
+        return a is b or (self._tensors.storages_tell and same_place(value(a), value(b)))
 
     def _last_write(self, argument: object, user: fx.Node) -> fx.Node | None:
         return self._tensors.last_write(argument, user) if isinstance(argument, fx.Node) else None
@@ -90,9 +96,10 @@ class Numbers:
         return number
 
     def _key(self, argument: object, user: fx.Node) -> object:
-        """Arguments with numbers for nodes, and who wrote each last."""
+        """Arguments with numbers for nodes, or themselves with who wrote them last."""
         if isinstance(argument, fx.Node):
-            return self._numbers[argument], self._last_write(argument, user)
+            writer = self._last_write(argument, user)
+            return (self._numbers[argument], None) if writer is None else (argument, writer)
         if isinstance(argument, (list, tuple)):
             return (list, *(self._key(a, user) for a in argument))
         if isinstance(argument, dict):
