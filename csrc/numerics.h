@@ -82,11 +82,6 @@ MXFP4_HD uint32_t scale_from_amax(uint32_t amax_bits) {
   return exponent > 2 ? exponent - 2 : 0;
 }
 
-// 2^(127 - s), exact; 0 where every element of the block becomes a (signed) zero, which is s = 0 and s = 0xff.
-MXFP4_HD float inverse_scale(uint32_t s) {
-  return s == 0 || s == kScaleNaN ? 0.0f : bits_to_float(s == 254 ? 0x00400000u : (254u - s) << 23);
-}
-
 // 2^(s - 127); NaN for 0xff.
 MXFP4_HD float scale_to_float(uint32_t s) {
   if (s == kScaleNaN) return bits_to_float(0x7fc00000u);
@@ -94,17 +89,6 @@ MXFP4_HD float scale_to_float(uint32_t s) {
 }
 
 // ---- E2M1 elements ----
-
-// Code of a scaled value: nearest, ties to the even code, saturating at 6, sign kept. Not for NaN.
-MXFP4_HD uint32_t e2m1_from_float(float v) {
-  uint32_t u = float_to_bits(v), m = u & 0x7fffffffu;
-  // Below 1 the step is 0.5: an add of 2^22, whose last bit is worth 0.5, rounds there. From 1 up one mantissa bit is
-  // kept.
-  uint32_t below_one = float_to_bits(add_rn(bits_to_float(m), 4194304.0f)) - 0x4a800000u;
-  uint32_t from_one = ((m + 0x1fffffu + ((m >> 22) & 1u)) >> 22) - 252u;
-  uint32_t code = m < 0x3f800000u ? below_one : from_one;
-  return (code < 7u ? code : 7u) | (u >> 28 & 8u);
-}
 
 // Value of a code times 2, an integer from 0 to 12.
 MXFP4_HD int e2m1_doubled_magnitude(uint32_t code) {

@@ -6,10 +6,8 @@
 namespace mxfp4::cuda {
 namespace {
 
-// Up to here every CTA may count all slots for itself.
-constexpr int64_t kFewSlotsAlone = 2048;
-// From here on the slots are too many for one CTA, and a launch to count them is worth its time.
-constexpr int64_t kManySlots = 2048, kSlotsOfCta = 512, kMostCtas = 64;
+// How many CTAs share the slots that are not few.
+constexpr int64_t kSlotsOfCta = 512, kMostCtas = 64;
 constexpr int64_t kStatic = 1024, kDefaultShared = 48 * 1024 - kStatic;  // what every GPU gives without being asked
 
 template <typename Id>
@@ -38,7 +36,7 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
     return dim3(static_cast<unsigned>(32 * std::max(slot_warps, std::min(most_warps, ceil_div(E, 32)))));
   };
 
-  if (a.rows >= kManySlots) {
+  if (a.rows > kFewSlots) {
     share(std::min(kMostCtas, ceil_div(a.rows, kSlotsOfCta)));
     if (bytes(slot_warps) <= kDefaultShared) {
       const Tensor counted = device.scratch(ctas * E);
@@ -73,7 +71,7 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
 
 template <typename Id>
 void choose(const char* op, const MetadataArgs& a, const OnDevice& device) {
-  const bool few = a.rows <= kFewSlotsAlone && a.num_experts <= kFewExperts;
+  const bool few = a.rows <= kFewSlots && a.num_experts <= kFewExperts;
   few ? launch_few<Id>(op, a, device) : launch_many<Id>(op, a, device);
 }
 

@@ -8,8 +8,6 @@ namespace {
 
 constexpr const char* kOp = "moe_permute_mxfp4_quant";
 
-// Up to here each CTA may count all slots for itself.
-constexpr int64_t kSlotsOfOneLaunch = 2048;
 // From here on a lane takes four units of a token: fewer, wider stores instead of more CTAs.
 constexpr int64_t kUnitsOfWideLanes = int64_t{1} << 14;
 constexpr int64_t kLanes = 128;                       // that share a chunk of a token
@@ -74,7 +72,7 @@ void launch_many(const PermuteQuantArgs& a, const OnDevice& device) {
 
 template <typename T>
 void choose(const PermuteQuantArgs& a, const OnDevice& device) {
-  const bool few = a.metadata.rows <= kSlotsOfOneLaunch && a.metadata.num_experts <= kFewExperts && a.K <= kMostColumns;
+  const bool few = a.metadata.rows <= kFewSlots && a.metadata.num_experts <= kFewExperts && a.K <= kMostColumns;
   if (few)
     a.metadata.ids_are_int64 ? choose_few<T, int64_t>(a, device.stream()) : choose_few<T, int32_t>(a, device.stream());
   else a.K >= kWideColumns ? launch_many<T, 4>(a, device) : launch_many<T, 1>(a, device);

@@ -6,6 +6,8 @@
 
 namespace mxfp4::cuda {
 
+// Beyond these, counting all slots in every CTA costs more than further launches.
+constexpr int kFewSlots = 2048;
 constexpr int kFewExperts = 2048;  // counts and slots fit in the shared memory of any GPU
 
 // A router's id, -1 if it is none of those there are. Compared in 64 bits: no id is cut before it is checked.
