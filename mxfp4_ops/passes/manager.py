@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import merge_metadata, sorted_ids
 from .effects import nested_module
+from .exported import Exported
 from .provenance import GRAPH_INPUT, SUBGRAPH_INPUT, Tensors
 from .report import Report, Skipped
 
@@ -78,15 +79,15 @@ class MXFP4Passes(CustomGraphPass):
         """Identity for caches: equal where the rules would do the same."""
         return (_fingerprint(), *sorted(self.options.items()))
 
-    def run(self, graph: fx.Graph, preserved: frozenset[str] = frozenset()) -> Report:
+    def run(self, graph: fx.Graph, exported: Exported | None = None) -> Report:
         """Rewrite a graph and the graphs nested in it; returns their report and adds it to ``self.report``.
 
-        ``preserved`` names modules whose signatures are to stay: no rule joins what is in one with what is not.
+        ``exported`` is what is known of the exported program that the graph is of.
         """
         report, seen, nested = Report(), set(), False
         pending = [graph]
         while pending:
-            report.add(self._rewrite(pending[0], nested, preserved))
+            report.add(self._rewrite(pending[0], nested, exported))
             for module in _nested_modules(pending.pop(0)):
                 if module not in seen:
                     seen.add(module)
@@ -96,13 +97,13 @@ class MXFP4Passes(CustomGraphPass):
             module.recompile()
         return self._finish(report)
 
-    def _rewrite(self, graph: fx.Graph, nested: bool = False, preserved: frozenset[str] = frozenset()) -> Report:
+    def _rewrite(self, graph: fx.Graph, nested: bool = False, exported: Exported | None = None) -> Report:
         report = Report(graphs=1)
         if self.log_graphs:
             log.info("before:\n%s", str(graph))
         for rule in RULES:
             if self.options[rule.NAME]:
-                rule.apply(Tensors(graph, nested, preserved), report.rule(rule.NAME))
+                rule.apply(Tensors(graph, nested, exported), report.rule(rule.NAME))
         if any(rule.rewritten for rule in report.rules.values()):
             graph.lint()
         if self.log_graphs:
@@ -150,14 +151,13 @@ def rewrite(program: "fx.GraphModule | torch.export.ExportedProgram", **options:
         sorted_expert_ids        1          1        0
     """
     if isinstance(program, fx.GraphModule):
-        module, preserved = program, frozenset()
+        module, exported = program, None
     elif isinstance(program, torch.export.ExportedProgram):
-        module, entries = program.graph_module, program.module_call_graph
-        preserved = frozenset(e.fqn.partition("@")[0] for e in entries if e.fqn and e.signature is not None)
+        module, exported = program.graph_module, Exported.of(program)
     else:
         accepted = "a torch.fx.GraphModule or a torch.export.ExportedProgram"
         raise TypeError(f"rewrite: program must be {accepted}, got {type(program).__name__}")
-    report = MXFP4Passes(**options).run(module.graph, preserved)
+    report = MXFP4Passes(**options).run(module.graph, exported)
     module.recompile()
     if module is not program:
         _rename_outputs(program)

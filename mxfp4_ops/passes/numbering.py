@@ -83,7 +83,7 @@ class Numbers:
         both = (recorded, whole)
         if not all(t.is_contiguous() and all(isinstance(n, int) for n in (*t.shape, t.storage_offset())) for t in both):
             return None
-        places = {(t.dtype, t.storage_offset(), t.numel()) for t in both}
+        places = {(t.dtype, t.is_neg(), t.is_conj(), t.storage_offset(), t.numel()) for t in both}
         if len(places) > 1:
             return None
         # Views of views are views of the first, and one that looks like the first is it.

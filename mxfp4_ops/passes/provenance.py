@@ -2,6 +2,7 @@
 
 import operator
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .calls import ALLOCATIONS, METADATA, Call, Form, has_storage, same_place, same_storage, tensors_in, value
 from .effects import AUTO, Effects, attribute, base_name, name_of, nested_module, shared_by, written_by
+from .exported import Exported
 
 aten = torch.ops.aten
 
@@ -46,11 +48,11 @@ class Origin:
 class Tensors:
     """The tensors of one graph: its calls of our ops, whose memory is whose, its writes, and what is seen outside.
 
-    ``preserved`` names the modules of an exported program whose signatures are to stay.
+    ``exported`` is what is known of the exported program that the graph is of, or in which it is nested.
     """
 
-    def __init__(self, graph: fx.Graph, nested: bool = False, preserved: frozenset[str] = frozenset()) -> None:
-        self.graph, self.nested, self.preserved = graph, nested, preserved
+    def __init__(self, graph: fx.Graph, nested: bool = False, exported: Exported | None = None) -> None:
+        self.graph, self.nested, self.exported = graph, nested, exported or Exported()
         self.calls = {node: call for node in graph.nodes if (call := Call.parse(node)) is not None}
         self.metadata_calls = [call for call in self.calls.values() if call.op == METADATA]
         self.storages_tell = not any(base_name(node) in _MOVES for node in graph.nodes)
@@ -103,7 +105,7 @@ class Tensors:
         elif node.op == "get_attr":
             self.join(node, ("attribute", node.target))
         if node not in self.calls and node.op != "output":  # of several results, each has memory of its own
-            recorded = [*tensors_in(value(node)), attribute(node)]
+            recorded = [*tensors_in(value(node)), attribute(node), self.exported.given.get(node)]
             for storage in {StorageWeakRef(t.untyped_storage()) for t in recorded if has_storage(t)}:
                 self.join(node, storage)
         if not self.is_item(node):
@@ -175,14 +177,21 @@ class Tensors:
             self._see(memory, built_in[memory])
         for node in reversed(self.graph.nodes):
             if node.op == "output":
-                for result in node.all_input_nodes:
-                    self._see(result, {OUTPUT})
+                for result, seen in self._outputs(node):
+                    self._see(result, {seen})
             elif node.op.startswith("call"):
                 name = base_name(node)
                 target = next(iter(self._written_by(node)), None) if name in _COPIES_INTO else node
                 if target is not None and (target is not node or name in _LEFT_OUT):
                     for source in node.all_input_nodes:
                         self._see(source, self._seen.get(self.memory(target), ()))
+
+    def _outputs(self, node: fx.Node) -> Iterator[tuple[fx.Node, object]]:
+        """The results of the graph, each with what it is seen in: of an exported program, some are copied into inputs."""
+        updated = {} if self.nested else self.exported.updated
+        for place, result in enumerate(node.args[0] if updated else node.all_input_nodes):
+            if isinstance(result, fx.Node):
+                yield result, self.memory(updated[place]) if place in updated else OUTPUT
 
     def _see(self, tensor: object, seen: "set[object] | tuple") -> None:
         if seen:
@@ -205,11 +214,11 @@ class Tensors:
 
     def are_parted(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether a module whose signature is preserved holds one of two nodes and not the other."""
-        return bool(self.preserved) and self._preserved_around(a) != self._preserved_around(b)
+        return bool(self.exported.preserved) and self._preserved_around(a) != self._preserved_around(b)
 
     def _preserved_around(self, node: fx.Node) -> list[str]:
         paths = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
-        return [path for path in paths if path.partition("@")[0] in self.preserved]
+        return [path for path in paths if path.partition("@")[0] in self.exported.preserved]
 
     # Provenance
 
