@@ -7,7 +7,7 @@ namespace {
 
 template <FloatType kType, int kPerLane>
 void launch(const DequantizeArgs& a, cudaStream_t stream) {
-  const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane);
+  const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane, 0, 32);
   dequantize_kernel<kType, kPerLane><<<grid.blocks, grid.threads, 0, stream>>>(a);
   check_cuda("mxfp4_dequantize", cudaGetLastError());
 }

@@ -6,42 +6,49 @@ namespace mxfp4::cuda {
 namespace {
 
 // From here on a table of silu is worth its making.
-constexpr int64_t kUnitsOfTable = int64_t{1} << 20;
+constexpr int64_t kUnitsOfTable = int64_t{3} << 18;
+// And from here on a lane takes four units.
+constexpr int64_t kUnitsOfWideLanes = int64_t{3} << 16;
 
-template <typename T, bool kSilu, bool kSearch, int kPerLane>
+template <typename T, bool kSilu, bool kSearch, bool kZero, int kPerLane>
 void launch(const QuantArgs& a, cudaStream_t stream) {
-  const int64_t padding_blocks = a.zero_padding ? a.scale_rows / kTileRows : 0;
-  const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane, padding_blocks);
+  const int64_t padding_blocks = kZero ? a.scale_rows / kTileRows : 0;
+  const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane, padding_blocks, 32, kPerLane == 1 ? 128 : 256);
   const auto row_blocks = static_cast<unsigned>(grid.blocks.x - padding_blocks);
-  experts_quant_kernel<T, kSilu, kSearch, kPerLane>
+  experts_quant_kernel<T, kSilu, kSearch, kZero, kPerLane>
       <<<grid.blocks, grid.threads, 0, stream>>>(a, RowShape::of(a.K), row_blocks);
   check_cuda(a.op, cudaGetLastError());
 }
 
-template <bool kSearch>
+template <bool kSearch, bool kZero>
 void launch_silu_table(const QuantArgs& a, const OnDevice& device) {
-  constexpr int64_t kCtas = 4;  // of an SM: what its registers hold
-  const int64_t padding_blocks = a.zero_padding ? a.scale_rows / kTileRows : 0;
-  RowGrid grid = row_grid(a.rows, a.K / 8, 4, padding_blocks);
-  const auto row_blocks = static_cast<unsigned>(
-      std::min<int64_t>(grid.blocks.x - padding_blocks,
-                        ceil_div(kCtas * device.attribute(a.op, cudaDevAttrMultiProcessorCount), grid.blocks.y)));
+  const int64_t padding_blocks = kZero ? a.scale_rows / kTileRows : 0;
+  RowGrid grid = row_grid(a.rows, a.K / 8, 4, padding_blocks, 32);
+  grid.threads.y = kTableThreads / grid.threads.x;
+  const int64_t ctas = ceil_div(device.attribute(a.op, cudaDevAttrMultiProcessorCount), grid.blocks.y);
+  const auto row_blocks = static_cast<unsigned>(std::min(ceil_div(a.rows, grid.threads.y), ctas));
   grid.blocks.x = row_blocks + static_cast<unsigned>(padding_blocks);
-  silu_table_quant_kernel<kSearch><<<grid.blocks, grid.threads, 0, device.stream()>>>(a, RowShape::of(a.K), row_blocks);
+  silu_table_quant_kernel<kSearch, kZero>
+      <<<grid.blocks, grid.threads, 0, device.stream()>>>(a, RowShape::of(a.K), row_blocks);
   check_cuda(a.op, cudaGetLastError());
 }
 
-template <typename T, bool kSilu, bool kSearch>
+template <typename T, bool kSilu, bool kSearch, bool kZero>
 void choose(const QuantArgs& a, const OnDevice& device) {
   const cudaStream_t stream = device.stream();
+  const int64_t units = a.rows * (a.K / 8);
+  if (a.K < kWideColumns || units < (kSilu ? kUnitsOfTable : kUnitsOfWideLanes) || is_without("wide_lanes"))
+    return launch<T, kSilu, kSearch, kZero, 1>(a, stream);
   if constexpr (kSilu && T::kBias == 127)
-    if (a.K >= kWideColumns && a.rows * (a.K / 8) >= kUnitsOfTable) return launch_silu_table<kSearch>(a, device);
-  many_units(a.rows, a.K / 8) ? launch<T, kSilu, kSearch, 4>(a, stream) : launch<T, kSilu, kSearch, 1>(a, stream);
+    if (!is_without("silu_table")) return launch_silu_table<kSearch, kZero>(a, device);
+  launch<T, kSilu, kSearch, kZero, 4>(a, stream);
 }
 
 template <typename T, bool kSilu>
 void choose(const QuantArgs& a, const OnDevice& device) {
-  a.sorted_expert_ids == nullptr ? choose<T, kSilu, true>(a, device) : choose<T, kSilu, false>(a, device);
+  if (a.sorted_expert_ids == nullptr)
+    a.zero_padding ? choose<T, kSilu, true, true>(a, device) : choose<T, kSilu, true, false>(a, device);
+  else a.zero_padding ? choose<T, kSilu, false, true>(a, device) : choose<T, kSilu, false, false>(a, device);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -28,6 +30,18 @@ inline void check_cuda(const char* op, cudaError_t error) {
   throw std::runtime_error(message);
 }
 
+// Whether launches must do without something, for the tests of what then takes its place: MXFP4_OPS_CUDA_WITHOUT names
+// it in the environment, in a list with commas.
+inline bool is_without(const char* what) {
+  const char* list = std::getenv("MXFP4_OPS_CUDA_WITHOUT");
+  const size_t length = std::strlen(what);
+  for (const char* at = list; at != nullptr; at = std::strchr(at, ',')) {
+    if (*at == ',') ++at;
+    if (std::strncmp(at, what, length) == 0 && (at[length] == ',' || at[length] == 0)) return true;
+  }
+  return false;
+}
+
 // The device of the arguments, current while it lives, and torch's current stream there.
 class OnDevice {
  public:
@@ -37,6 +51,7 @@ class OnDevice {
     stream_ = static_cast<cudaStream_t>(stream);
   }
   cudaStream_t stream() const { return stream_; }
+  int32_t index() const { return device_; }
 
   int attribute(const char* op, cudaDeviceAttr which) const {
     int value = 0;
@@ -45,7 +60,9 @@ class OnDevice {
   }
 
   // Whether kernels may start before the one in front of them has ended (programmatic dependent launch).
-  bool has_dependent() const { return attribute("mxfp4_ops", cudaDevAttrComputeCapabilityMajor) >= 9; }
+  bool has_dependent() const {
+    return attribute("mxfp4_ops", cudaDevAttrComputeCapabilityMajor) >= 9 && !is_without("dependent_launch");
+  }
 
   // Uninitialised memory of torch's caching allocator, safe to drop once the launch is queued.
   Tensor scratch(int64_t ints) const {
@@ -68,37 +85,48 @@ struct Launch {
   cudaStream_t stream;
   bool dependent = false;  // may start while the kernel before it runs, and says itself when it waits
 
+  unsigned cluster = 0;  // CTAs of a cluster, 0 without
+
   template <typename... Parameters, typename... Arguments>
   void operator()(const char* op, void (*kernel)(Parameters...), Arguments... arguments) const {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};
     config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = dependent ? 1 : 0;
+    config.attrs = attributes;
+    if (dependent) {
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster != 0) {
+      cudaLaunchAttribute& size = attributes[config.numAttrs++];
+      size.id = cudaLaunchAttributeClusterDimension;
+      size.val.clusterDim.x = cluster;
+      size.val.clusterDim.y = size.val.clusterDim.z = 1;
+    }
     check_cuda(op, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
   }
 };
 
 // A block holds threads.x lanes along the units of a row and threads.y rows; a row is blocks.y * blocks.z blocks long
-// (y alone ends at 65,535). Every lane takes
-// up to `per_lane` units, threads.x apart. threads.x is a power of two or a multiple of 32, so that four or sixteen
-// neighbours of a row are always in one warp.
+// (y alone ends at 65,535). Every lane takes up to `per_lane` units, threads.x apart. threads.x is a power of two or a
+// multiple of 32.
 struct RowGrid {
   dim3 threads, blocks;
 };
 
-inline RowGrid row_grid(int64_t rows, int64_t units, int per_lane, int64_t extra_blocks = 0) {
-  const int64_t lanes = ceil_div(units, per_lane);
-  unsigned x = 4;
+// least_lanes: 32 where a warp must not hold two rows. most_threads: of a block, a multiple of 32.
+inline RowGrid row_grid(int64_t rows, int64_t units, int per_lane, int64_t extra_blocks = 0, unsigned least_lanes = 4,
+                        unsigned most_threads = 256) {
+  const int64_t lanes = ceil_div(units, per_lane), chunks = ceil_div(lanes, most_threads);
+  unsigned x = least_lanes;
   while (x < 32 && x < lanes) x *= 2;
-  if (lanes > 32) x = static_cast<unsigned>(std::min<int64_t>(256, round_up(lanes, 32)));
-  const unsigned y = std::max(1u, 256u / x);
-  const int64_t chunks = ceil_div(units, static_cast<int64_t>(x) * per_lane), z = ceil_div(chunks, 65535);
+  if (lanes > 32) x = static_cast<unsigned>(round_up(ceil_div(lanes, chunks), 32));  // chunks of equal length
+  const unsigned y = std::max(1u, most_threads / x);
+  const int64_t z = ceil_div(chunks, 65535);
   return RowGrid{dim3(x, y), dim3(static_cast<unsigned>(ceil_div(rows, y) + extra_blocks),
                                   static_cast<unsigned>(ceil_div(chunks, z)), static_cast<unsigned>(z))};
 }

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "backend.h"
 #include "device/metadata.cuh"
 #include "launch.h"
@@ -17,6 +19,59 @@ void launch_few(const char* op, const MetadataArgs& a, const OnDevice& device) {
   const dim3 blocks(static_cast<unsigned>(std::min(ceil_div(tasks, kThreads / 32), kMostCtasOfFew)));
   Launch{blocks, dim3(kThreads), static_cast<size_t>(Slots::shared_bytes(a.num_experts, a.rows)), device.stream()}(
       op, metadata_few_kernel<Id>, a);
+}
+
+constexpr unsigned kClusterCtas = 16;
+
+// Whether the current GPU runs the cluster kernel, asked of it once: some have no clusters, and some (a part of a GPU)
+// none of this size.
+template <typename Id>
+bool has_cluster(const char* op, const OnDevice& device) {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int8_t> known[kMostDevices]{};  // 1: yes, -1: no
+  if (device.index() >= kMostDevices) return false;
+  std::atomic<int8_t>& answer = known[device.index()];
+  if (answer == 0) {
+    int clusters = 0;
+    if (device.attribute(op, cudaDevAttrComputeCapabilityMajor) >= 9) {
+      const auto kernel = metadata_cluster_kernel<Id>;
+      const int shared = device.attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin) - static_cast<int>(kStatic);
+      check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+      check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+      cudaLaunchAttribute size{};
+      size.id = cudaLaunchAttributeClusterDimension;
+      size.val.clusterDim.x = kClusterCtas;
+      size.val.clusterDim.y = size.val.clusterDim.z = 1;
+      cudaLaunchConfig_t config{};
+      config.gridDim = dim3(kClusterCtas);
+      config.blockDim = dim3(kMetadataThreads);
+      config.dynamicSmemBytes = shared;
+      config.attrs = &size;
+      config.numAttrs = 1;
+      check_cuda(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    }
+    answer = clusters > 0 ? 1 : -1;
+  }
+  return answer > 0;
+}
+
+// One launch of CTAs that read each other's counts: as fast as two launches up to 16,384 slots, and little slower up to
+// the most that it takes. False where the GPU or the sizes do not allow it.
+template <typename Id>
+bool launch_cluster(const char* op, const MetadataArgs& a, const OnDevice& device) {
+  constexpr int64_t kMostSlots = int64_t{kClusterCtas} * kClusterSpan;
+  if (a.num_experts > kMostClusterExperts || a.rows > kMostSlots || is_without("clusters")) return false;
+  if (!has_cluster<Id>(op, device)) return false;
+  const int64_t span = round_up(std::max<int64_t>(1, ceil_div(a.rows, kClusterCtas)), 32);
+  // Fewer warps have fewer histograms to add up, more share the ballots.
+  const int64_t warps = std::clamp<int64_t>(ceil_div(span, a.num_experts > 256 ? 128 : 64), 16, kMetadataThreads / 32);
+  const int64_t stretch = round_up(ceil_div(span, warps), 32), slot_warps = ceil_div(span, stretch);
+  const auto bytes = sizeof(SortedSlot) * span + sizeof(int32_t) * (slot_warps + 1) * a.num_experts;
+  Launch launch{dim3(kClusterCtas), dim3(kMetadataThreads), bytes, device.stream()};
+  launch.cluster = kClusterCtas;
+  launch(op, metadata_cluster_kernel<Id>, a, static_cast<int>(span), static_cast<int>(stretch),
+         static_cast<int>(slot_warps));
+  return true;
 }
 
 template <typename Id>
@@ -71,8 +126,9 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
 
 template <typename Id>
 void choose(const char* op, const MetadataArgs& a, const OnDevice& device) {
-  const bool few = a.rows <= kFewSlots && a.num_experts <= kFewExperts;
-  few ? launch_few<Id>(op, a, device) : launch_many<Id>(op, a, device);
+  const bool few = a.rows <= kFewSlots && a.num_experts <= kFewExperts && !is_without("few_slots");
+  if (few) launch_few<Id>(op, a, device);
+  else if (!launch_cluster<Id>(op, a, device)) launch_many<Id>(op, a, device);
 }
 
 }  // namespace

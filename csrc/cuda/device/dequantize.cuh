@@ -27,21 +27,22 @@ __device__ __forceinline__ void store_values(void* output, int64_t unit, const f
 template <FloatType kType, int kPerLane>
 __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a) {
   const int units = static_cast<int>(a.K / 8), tiles = static_cast<int>(scale_tiles(a.K));
-  const int row = routed_row_index(), first = static_cast<int>(first_unit<kPerLane>());
-  const bool in_range = row < a.rows;
+  const unsigned routed_row = routed_row_index();
+  if (routed_row >= a.rows) return;  // a whole warp
+  const int row = static_cast<int>(routed_row), first = static_cast<int>(first_value_unit<kPerLane>());
   const uint32_t* packed = reinterpret_cast<const uint32_t*>(a.packed + row * a.row_stride);
   uint32_t codes[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = first + i * blockDim.x;
-    codes[i] = in_range && u < units ? __ldg(packed + u) : 0;
+    codes[i] = u < units ? __ldg(packed + u) : 0;
   }
   const int E = static_cast<int>(a.num_experts);
   const int expert = search(a.expert_offsets, E, row);
-  if (!in_range) return;
-  const int scales = expert < E ? scale_row(a.expert_offsets, a.blockscale_offsets,
-                                            static_cast<int>(min(a.scale_rows, int64_t{INT32_MAX})), row, expert)
-                                : -1;
+  int scales = -1;
+  if (expert < E)
+    scales = ExpertOffsets(a.expert_offsets, a.blockscale_offsets, expert)
+                 .scale_row(row, static_cast<int>(min(a.scale_rows, int64_t{INT32_MAX})));
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = first + i * blockDim.x;

@@ -39,38 +39,16 @@ __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
 }
 
 template <typename T>
-__device__ __forceinline__ uint32_t mul_pair(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t r;
-  if constexpr (T::kBias == 15) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));  // -0 keeps the sign of zero
-  return r;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t add_pair(uint32_t a, uint32_t b) {
-  uint32_t r;
-  if constexpr (T::kBias == 15) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
+  if constexpr (T::kBias == 15) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
 
 __device__ __forceinline__ constexpr uint32_t twice(uint32_t half) { return (half & 0xffffu) << 16 | (half & 0xffffu); }
 
 constexpr uint32_t kMagnitudes = 0x7fff7fffu;
-
-// Two scaled magnitudes, of which only those below the least tie may be inexact, to two codes at bits 0..2 and 16..18:
-// the sums with 2^j have their last bit at E2M1's steps of 0.5, 1 and 2, so that the adds round, to even, and count
-// steps; the right count is the least of the three.
-template <typename T>
-__device__ __forceinline__ uint32_t e2m1_magnitudes(uint32_t v) {
-  constexpr uint32_t kBits = T::kBias == 15 ? 10 : 7;            // of the significand
-  constexpr uint32_t kHalves = (T::kBias + kBits - 1) << kBits;  // 2^j whose last bit is worth 0.5
-  constexpr uint32_t kOnes = kHalves + (1u << kBits), kTwos = kOnes + (1u << kBits);
-  uint32_t code = __vminu2(add_pair<T>(v, twice(kTwos)), twice(kTwos + 3));
-  code = __viaddmin_u16x2(code, twice(kOnes - kTwos + 2), add_pair<T>(v, twice(kOnes)));
-  code = __viaddmin_u16x2(code, twice(kHalves - kOnes + 2), add_pair<T>(v, twice(kHalves)));
-  return code & 0x00070007u;
-}
 
 // A block's scale byte, and 2^(127 - s) for a pair, as one factor or two.
 template <typename T>
@@ -93,12 +71,42 @@ struct BlockScale {
     }
   }
 
-  __device__ __forceinline__ uint32_t scaled(uint32_t pair) const {
-    pair = mul_pair<T>(pair, factor);
-    if constexpr (T::kBias == 15) pair = mul_pair<T>(pair, factor2);
-    return pair;
+  // The codes of two finite magnitudes in bits 0..2 and 16..18, above which lies more: the sums with 2^j have their
+  // last bit at E2M1's steps of 0.5, 1 and 2, so that the adds round, to even, and count steps; the right count is the
+  // least of the three. No finite magnitude reaches 7, where 6 would not be next any more.
+  __device__ __forceinline__ uint32_t e2m1_magnitudes(uint32_t pair) const {
+    constexpr uint32_t kBits = T::kBias == 15 ? 10 : 7;            // of the significand
+    constexpr uint32_t kHalves = (T::kBias + kBits - 1) << kBits;  // 2^j whose last bit is worth 0.5
+    constexpr uint32_t kOnes = kHalves + (1u << kBits), kTwos = kOnes + (1u << kBits);
+    uint32_t last = factor;
+    if constexpr (T::kBias == 15) {  // what the first factor makes inexact is below the least tie
+      pair = fma_pair<T>(pair, factor, 0);
+      last = factor2;
+    }
+    uint32_t code = fma_pair<T>(pair, last, twice(kTwos));
+    code = __viaddmin_u16x2(code, twice(kOnes - kTwos + 2), fma_pair<T>(pair, last, twice(kOnes)));
+    return __viaddmin_u16x2(code, twice(kHalves - kOnes + 2), fma_pair<T>(pair, last, twice(kHalves)));
   }
 };
+
+// Where the mask has a bit, that of a, else that of b; of constants the compiler would make two instructions.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+  return r;
+}
+
+constexpr uint32_t kHighCodes = 0x70007000u;  // magnitudes of codes in the high bits of each half
+
+// The codes of two values in the high bits of each half, where their block has an Inf or a NaN: beside a NaN, it and
+// Inf become 7, and the rest zero. Out of line, as is what else rows rarely need: straight code is on its way before it
+// is wanted.
+template <typename T>
+__device__ __noinline__ uint32_t codes_beside_inf(uint32_t pair, uint32_t code, bool nan) {
+  const uint32_t infinite = __vcmpgeu2(pair & kMagnitudes, twice(T::kInf));
+  const uint32_t sign = pair & ~kMagnitudes & ~(nan ? infinite : 0u);
+  return (infinite & kHighCodes) | (~infinite & (nan ? 0u : code & kHighCodes)) | sign;
+}
 
 // Values w of 8 columns to their 8 codes (column i at bits 4i) and the scale byte. Lanes 4j to 4j+3 hold one block;
 // every lane of the warp takes part.
@@ -111,25 +119,19 @@ __device__ __forceinline__ uint32_t quantize8(const uint4& w, uint32_t& scale) {
   m = max_pair<T>(m, __byte_perm(m, m, 0x1032)) & kMagnitudes;
   const BlockScale<T> block(m);
   scale = block.byte;
-  uint32_t codes[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) codes[i] = e2m1_magnitudes<T>(block.scaled(a[i]));
   const uint32_t values[4] = {w.x, w.y, w.z, w.w};
-  uint32_t signs = 0x00080008u;
-  if (__builtin_expect(m > twice(T::kInf) + 0xffffu, 0)) {  // a NaN: it and Inf become 7, and the rest zero
-    scale = kScaleNaN;
+  uint32_t codes[4];  // in the high bits of each half, above what does not matter
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t infinite = __vcmpgeu2(a[i], twice(T::kInf));
-      codes[i] = (infinite & 0x00070007u) | (~infinite & signs & (values[i] >> 12));
-    }
-    signs = 0;
+  for (int i = 0; i < 4; ++i) codes[i] = select_bits(kHighCodes, block.e2m1_magnitudes(a[i]) << 12, values[i]);
+  if (__builtin_expect(m >= twice(T::kInf), 0)) {
+    const bool nan = m > twice(T::kInf) + 0xffffu;
+    if (nan) scale = kScaleNaN;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = codes_beside_inf<T>(values[i], codes[i], nan);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) codes[i] |= values[i] >> 12 & signs;
-  const uint32_t first = codes[0] + codes[1] * 256u, second = codes[2] + codes[3] * 256u;
   // Even columns are in the low halves, odd ones in the high halves.
-  return __byte_perm(first, second, 0x5410) + __byte_perm(first, second, 0x7632) * 16u;
+  const uint32_t first = __byte_perm(codes[0], codes[1], 0x7351), second = __byte_perm(codes[2], codes[3], 0x7351);
+  return select_bits(0x0f0f0f0fu, __byte_perm(first, second, 0x5410) >> 4, __byte_perm(first, second, 0x7632));
 }
 
 // ---- silu(gate) * up, of eight columns ----
@@ -178,7 +180,7 @@ struct SiluTable {
   const float* table;  // [2][kSize]: of positive and of negative gates
 
   static __device__ __forceinline__ void fill(float* table, int thread, int threads) {
-#pragma unroll 1
+#pragma unroll 4
     for (uint32_t i = thread; i < 2 * kSize; i += threads)
       table[i] = silu<false>(BFloat16::to_float(i < kSize ? kLeast + i : 0x8000u + kLeast + (i - kSize)));
   }

@@ -1,5 +1,6 @@
 // Router ids to the arrays of the routed rows: a counting sort whose counters are one histogram a warp, each warp
-// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing.
+// taking its own stretch of slots in order, so that ranks are stable whatever the warps' timing. Few slots: every CTA
+// counts all (slots.cuh). More: a cluster of CTAs, or a launch that counts and one that places.
 #pragma once
 #include "../../args.h"
 #include "../../layout.h"
@@ -46,11 +47,168 @@ __global__ void __launch_bounds__(256) metadata_few_kernel(const __grid_constant
     if (i < groups) {
       slots.write_experts(i);
     } else {
-      const auto place = slots.place(i - groups);
-      if (threadIdx.x % 32 == 0) slots.write(i - groups, place);
+      const auto slot = static_cast<unsigned>(i - groups);
+      const Place place = slots.place(static_cast<int>(slot));
+      if (threadIdx.x % 32 == 0)
+        write_slot(a, static_cast<int>(slot), static_cast<int>(slot / static_cast<unsigned>(a.topk)), place);
     }
   }
 }
+
+// ---- A cluster of CTAs, which add up each other's counts ----
+
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+// What another CTA of the cluster has where `local` is in this one.
+__device__ __forceinline__ int32_t read_of_cta(const int32_t* local, unsigned cta) {
+  int32_t value = 0;
+#if __CUDA_ARCH__ >= 900
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(cta));
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address));
+#endif
+  return value;
+}
+
+constexpr int kMostClusterExperts = kMetadataThreads;  // a thread each
+constexpr int kClusterRounds = 4;                      // slots that a lane keeps
+constexpr int kClusterSpan = kClusterRounds * kMetadataThreads;
+
+// A CTA's slots in the order of the sorted rows, so that rows are written side by side.
+struct SortedSlot {
+  int32_t token, expert;
+};
+
+// CTA c takes `span` slots from c * span on, each of its first `slot_warps` warps `stretch` of them, at most
+// 32 * kClusterRounds; all are multiples of 32. Shared memory: SortedSlot[span], then int32 [slot_warps + 1][E].
+template <typename Id>
+__global__ void __launch_bounds__(kMetadataThreads, 1)
+    metadata_cluster_kernel(const __grid_constant__ MetadataArgs a, const int span, const int stretch,
+                            const int slot_warps) {
+  extern __shared__ __align__(16) int32_t shared[];
+  __shared__ int32_t warp_rows[32], warp_tiles[32], warp_own[32];
+  launch_dependents();
+  const int E = static_cast<int>(a.num_experts), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const unsigned cta = cluster_rank(), ctas = gridDim.x;
+  SortedSlot* sorted = reinterpret_cast<SortedSlot*>(shared);
+  int32_t* histograms = shared + 2 * span;
+  int32_t* counts = histograms + slot_warps * E;  // of this CTA, and then what leads from its order to the sorted rows
+  int32_t* mine = histograms + warp * E;
+  const int R = static_cast<int>(a.rows), cta_begin = min(static_cast<int>(cta) * span, R);
+  const int cta_end = min(cta_begin + span, R);
+  const int begin = warp < slot_warps ? min(cta_begin + warp * stretch, cta_end) : cta_end;
+  const int end = min(begin + stretch, cta_end);
+
+  // Each warp counts its slots; a lane keeps their experts and ranks.
+  int expert[kClusterRounds], rank[kClusterRounds];
+#pragma unroll
+  for (int i = 0; i < kClusterRounds; ++i) {
+    const int slot = begin + 32 * i + lane;
+    expert[i] = slot < end ? expert_of<Id>(a, slot) : E;
+  }
+  if (warp < slot_warps) {
+    for (int e = lane; e < E; e += 32) mine[e] = 0;
+    __syncwarp();
+    const int bits = 32 - __clz(E);
+#pragma unroll
+    for (int i = 0; i < kClusterRounds; ++i) {
+      if (begin + 32 * i >= end) break;
+      const unsigned same = same_expert(expert[i], bits), before = same & ((1u << lane) - 1u);
+      rank[i] = expert[i] < E ? mine[expert[i]] + __popc(before) : 0;
+      __syncwarp();
+      if (expert[i] < E && before == 0) mine[expert[i]] = rank[i] + __popc(same);
+      __syncwarp();
+    }
+  }
+  __syncthreads();
+
+  // A thread an expert. Its rows in this CTA, before each warp's and in all:
+  int32_t own = 0;
+  if (tid < E) {
+#pragma unroll 8
+    for (int w = 0; w < slot_warps; ++w) {
+      const int32_t n = histograms[w * E + tid];
+      histograms[w * E + tid] = own;
+      own += n;
+    }
+    counts[tid] = own;
+  }
+  cluster_arrive();
+  cluster_wait();
+  int32_t count = 0, earlier = 0;  // of all CTAs, and of those before this one
+  if (tid < E) {
+#pragma unroll 8
+    for (unsigned c = 0; c < ctas; ++c) {
+      const int32_t n = read_of_cta(counts + tid, c);
+      count += n;
+      if (c < cta) earlier += n;
+    }
+  }
+  cluster_arrive();  // the counts of the others are read
+  const int32_t tiles = tiles_of(count);
+  int32_t rows_sum = count, tiles_sum = tiles, own_sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t r = __shfl_up_sync(kAllLanes, rows_sum, step), t = __shfl_up_sync(kAllLanes, tiles_sum, step);
+    const int32_t o = __shfl_up_sync(kAllLanes, own_sum, step);
+    if (lane >= step) rows_sum += r, tiles_sum += t, own_sum += o;
+  }
+  if (lane == 31) warp_rows[warp] = rows_sum, warp_tiles[warp] = tiles_sum, warp_own[warp] = own_sum;
+  __syncthreads();
+  const int32_t lane_rows = warp_rows[lane], lane_own = warp_own[lane];  // of 32 warps
+  const int32_t routed = __reduce_add_sync(kAllLanes, lane_rows), routed_here = __reduce_add_sync(kAllLanes, lane_own);
+  const int32_t first_row = __reduce_add_sync(kAllLanes, lane < warp ? lane_rows : 0) + rows_sum - count;
+  const int32_t first_own = __reduce_add_sync(kAllLanes, lane < warp ? lane_own : 0) + own_sum - own;
+  const int32_t tiles_before = __reduce_add_sync(kAllLanes, lane < warp ? warp_tiles[lane] : 0);
+  cluster_wait();  // nobody reads the counts any more
+  if (tid < E) {
+    counts[tid] = first_row + earlier - first_own;
+    if (tid % ctas == cta) write_expert(a, tid, first_row, tiles_before + tiles_sum - tiles, count);
+#pragma unroll 8
+    for (int w = 0; w < slot_warps; ++w) histograms[w * E + tid] += first_own;
+  }
+  __syncthreads();
+
+  const auto topk = static_cast<uint32_t>(a.topk);
+#pragma unroll
+  for (int i = 0; i < kClusterRounds; ++i) {
+    const int slot = begin + 32 * i + lane;
+    if (slot >= end) break;
+    int32_t row = -1;
+    if (expert[i] < E) {
+      const int32_t place = mine[expert[i]] + rank[i];
+      sorted[place] = {static_cast<int32_t>(static_cast<uint32_t>(slot) / topk), expert[i]};
+      row = place + counts[expert[i]];
+    }
+    a.output_permutation[slot] = row;
+  }
+  __syncthreads();
+  for (int i = tid; i < routed_here; i += kMetadataThreads) {
+    const SortedSlot s = sorted[i];
+    const int32_t row = i + counts[s.expert];
+    a.input_permutation[row] = s.token;
+    if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = s.expert;
+  }
+  for (int row = max(cta_begin, routed) + tid; row < cta_end; row += kMetadataThreads) {
+    a.input_permutation[row] = -1;
+    if (a.sorted_expert_ids != nullptr) a.sorted_expert_ids[row] = -1;
+  }
+}
+
+// ---- Two launches, and one CTA ----
 
 // Who takes which slots: CTAs `span` slots each, their first `slot_warps` warps `stretch` each, all multiples of 32.
 struct Shares {

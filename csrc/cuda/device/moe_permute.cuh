@@ -1,9 +1,10 @@
 // Router ids and tokens to sorted, quantised rows. Quantisation does not depend on the expert: each token is quantised
 // once and stored to all its rows.
 //
-// Few slots: one launch, in which every CTA finds the places of its rows by itself (slots.cuh). Many: the metadata
-// kernel; a kernel that quantises tokens while that runs, and then stores their codes; and one that brings the scales
-// of the tokens, kept flat until then, into the tiles of the experts, whole tiles at a time.
+// Few slots: one launch, in which every CTA, or for a handful of slots every warp, finds the places of its rows by
+// itself (slots.cuh). More: the metadata kernel, and one that quantises tokens while that runs and then stores them to
+// their rows. Many: the scales of the tokens are kept flat until a third kernel brings them into the tiles of the
+// experts, whole tiles at a time.
 #pragma once
 #include "../../args.h"
 #include "dependent_launch.cuh"
@@ -37,56 +38,140 @@ __device__ __forceinline__ PackedUnits<kPerLane> quantize_units(const uint4 (&w)
 
 // ---- Few slots ----
 
+// Blocks along x: those that write the arrays of the experts, one for each token, and those that zero the padding of
+// `tile_rows` rows of scale tiles. Along y: the chunks of a row. Along z: shares of a token's slots.
+struct FewBlocks {
+  int expert_blocks, share, tile_rows;
+
+  __device__ __forceinline__ int token() const { return static_cast<int>(blockIdx.x) - expert_blocks; }
+  // The CTAs of one x.
+  __device__ __forceinline__ int column() const { return blockIdx.z * gridDim.y + blockIdx.y; }
+  __device__ __forceinline__ int columns() const { return gridDim.y * gridDim.z; }
+  // A zeroing CTA's first row of scale tiles, and how far it is to its next.
+  __device__ __forceinline__ int first_tile_row(int tokens) const { return (token() - tokens) * columns() + column(); }
+  __device__ __forceinline__ int next_tile_row(int tokens) const {
+    return (static_cast<int>(gridDim.x) - expert_blocks - tokens) * columns();
+  }
+  // This warp's first group of 32 experts, and how far it is to its next.
+  __device__ __forceinline__ int first_group() const {
+    return (column() * expert_blocks + blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  }
+  __device__ __forceinline__ int next_group() const { return expert_blocks * (blockDim.x / 32) * columns(); }
+};
+
+// At most WarpSlots::kMost slots: no warp waits for another.
+template <typename T, typename Id>
+__global__ void __launch_bounds__(256)
+    moe_permute_warp_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const FewBlocks blocks) {
+  const int token = blocks.token(), tokens = static_cast<int>(a.tokens), E = static_cast<int>(a.metadata.num_experts);
+  const bool has_token = token >= 0 && token < tokens;
+  const unsigned first = first_value_unit<1>();
+  const Id raw = WarpSlots::load<Id>(a.metadata);
+  uint4 w = make_uint4(0, 0, 0, 0);
+  if (has_token && first < static_cast<unsigned>(shape.units))
+    w = __ldg(reinterpret_cast<const uint4*>(a.hidden_states + token * a.row_stride) + first);
+  const WarpSlots slots(a.metadata, raw);
+  if (token < 0) {
+#pragma unroll 1
+    for (int g = blocks.first_group(); 32 * g < E; g += blocks.next_group()) {
+      const int e = 32 * g + static_cast<int>(threadIdx.x & 31);
+      const auto sums = slots.sums(e);
+      if (e < E) write_expert(a.metadata, e, sums.rows, sums.tiles, sums.count);
+    }
+    return;
+  }
+  const Place own = slots.place();
+  if (!has_token) {
+#pragma unroll 1
+    for (int tile_row = blocks.first_tile_row(tokens); tile_row < blocks.tile_rows;
+         tile_row += blocks.next_tile_row(tokens))
+      zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * shape.tiles * kTileBytes,
+                    slots.rows_of_tile(a.metadata, own, tile_row), shape.tiles, threadIdx.x, blockDim.x);
+    return;
+  }
+
+  uint32_t scale;
+  const uint32_t codes = quantize8<T>(w, scale);
+  const int topk = static_cast<int>(a.metadata.topk), begin = token * topk + blockIdx.z * blocks.share;
+  const int end = min(begin + blocks.share, (token + 1) * topk), lane = threadIdx.x & 31;
+  const bool store = first < static_cast<unsigned>(shape.units);
+  const bool store_scale =
+      (lane & 3) == 0 && first < static_cast<unsigned>(a.zero_padding ? 16 * shape.tiles : shape.units);
+  uint32_t* output = reinterpret_cast<uint32_t*>(a.output) + first;
+  uint8_t* scales = a.output_scale + first / 16 * static_cast<unsigned>(kTileBytes) + first / 4 % 4;
+  constexpr int kAtOnce = 4;
+#pragma unroll 1
+  for (int slot = begin; slot < end; slot += kAtOnce) {
+    int row[kAtOnce], scale_row[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      row[j] = __shfl_sync(kAllLanes, own.row, slot + j);
+      scale_row[j] = __shfl_sync(kAllLanes, own.expert < E ? own.scale_row : -1, slot + j);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (slot + j >= end) break;
+      if (store) output[int64_t{row[j]} * shape.units] = scale_row[j] >= 0 ? codes : 0;
+      if (store_scale && scale_row[j] >= 0)
+        scales[scale_address(scale_row[j], 0, shape.tiles)] = static_cast<uint8_t>(scale);
+    }
+  }
+  if (blockIdx.y == 0 && threadIdx.x < 32 && lane >= begin && lane < end) write_slot(a.metadata, lane, token, own);
+}
+
 constexpr int kPlacingThreads = 256;  // the first of a CTA count slots and place rows, while the others quantise
 constexpr int kPlaces = 32;           // slots of a token that a CTA places at a time
 
-// Blocks along x: those that write the arrays of the experts, one for each token, and those that zero the padding of
-// `tile_rows` rows of scale tiles. Along y: the chunks of a row. Along z: shares of a token's slots.
+__device__ __forceinline__ void sync_placing_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kPlacingThreads) : "memory");
+}
+
 template <typename T, typename Id, int kPerLane>
 __global__ void __launch_bounds__(512)
-    moe_permute_few_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const int expert_blocks,
-                           const int share, const int tile_rows) {
+    moe_permute_few_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const FewBlocks blocks) {
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ struct {
     int64_t code;   // index of the row's first unit
     int64_t scale;  // byte of its first scale, -1 without an expert
   } places[kPlaces];
-  __shared__ Slots::Place slot_places[kPlaces];
-  const int token = static_cast<int>(blockIdx.x) - expert_blocks, tokens = static_cast<int>(a.tokens);
+  __shared__ Place slot_places[kPlaces];
+  const int token = blocks.token(), tokens = static_cast<int>(a.tokens);
   const bool has_token = token >= 0 && token < tokens, placing = threadIdx.x < kPlacingThreads;
   const int warp = threadIdx.x / 32;
   const Slots slots(a.metadata, shared);
-  const int lanes = blockDim.x - kPlacingThreads, x = threadIdx.x - kPlacingThreads;
-  const RowLane lane{x, lanes, static_cast<int>(blockIdx.y) * lanes * kPerLane + x};
   PackedUnits<kPerLane> packed{};
-  Id ahead[Slots::kAhead];
-  uint4 w[kPerLane];
-  if (placing) slots.prepare(kPlacingThreads, ahead);
-  else load_units(a, token, has_token, lane, shape.units, w);
-  __syncthreads();
-  if (placing) slots.count(kPlacingThreads, ahead);
-  __syncthreads();
-  // What follows takes the placing threads as long as the others the quantising.
-  if (!placing && has_token) packed = quantize_units<T>(w, lane, true, shape.units);
+  if (placing) {
+    Id ahead[Slots::kAhead];
+    slots.prepare(kPlacingThreads, ahead);
+    sync_placing_threads();
+    slots.count(kPlacingThreads, ahead);
+    sync_placing_threads();
+  } else if (has_token) {
+    const int lanes = blockDim.x - kPlacingThreads, x = threadIdx.x - kPlacingThreads;
+    const RowLane lane{x, lanes, static_cast<int>(blockIdx.y) * lanes * kPerLane + x};
+    uint4 w[kPerLane];
+    load_units(a, token, true, lane, shape.units, w);
+    packed = quantize_units<T>(w, lane, true, shape.units);
+  }
 
   if (!has_token) {
-    const int column = blockIdx.z * gridDim.y + blockIdx.y, columns = gridDim.y * gridDim.z;
+    __syncthreads();
     if (token < 0) {
-      const int warps = blockDim.x / 32, E = static_cast<int>(a.metadata.num_experts);
 #pragma unroll 1
-      for (int g = (column * expert_blocks + blockIdx.x) * warps + warp; 32 * g < E;
-           g += expert_blocks * warps * columns)
+      for (int g = blocks.first_group(); 32 * g < static_cast<int>(a.metadata.num_experts); g += blocks.next_group())
         slots.write_experts(g);
     } else {
-      const int tile_row = (token - tokens) * columns + column;
-      if (tile_row < tile_rows)
+#pragma unroll 1
+      for (int tile_row = blocks.first_tile_row(tokens); tile_row < blocks.tile_rows;
+           tile_row += blocks.next_tile_row(tokens))
         zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * shape.tiles * kTileBytes,
                       slots.rows_of_tile(tile_row), shape.tiles, threadIdx.x, blockDim.x);
     }
     return;
   }
 
-  const int topk = static_cast<int>(a.metadata.topk), end = min(static_cast<int>(blockIdx.z + 1) * share, topk);
+  const int topk = static_cast<int>(a.metadata.topk), share = blocks.share;
+  const int end = min(static_cast<int>(blockIdx.z + 1) * share, topk);
 #pragma unroll 1
   for (int begin = blockIdx.z * share; begin < end; begin += kPlaces) {
     const int count = min(end - begin, kPlaces);
@@ -115,7 +200,7 @@ __global__ void __launch_bounds__(512)
       }
     }
     if (blockIdx.y == 0 && threadIdx.x < count)
-      slots.write(token * topk + begin + static_cast<int>(threadIdx.x), slot_places[threadIdx.x]);
+      write_slot(a.metadata, token * topk + begin + static_cast<int>(threadIdx.x), token, slot_places[threadIdx.x]);
     if (begin + kPlaces < end) __syncthreads();
   }
 }
@@ -125,7 +210,20 @@ __global__ void __launch_bounds__(512)
 // Words of four scales in a token's row of scratch, whole 16 bytes.
 __host__ __device__ __forceinline__ int token_scale_words(int tiles) { return (tiles + 3) / 4 * 4; }
 
-// Quantises tokens before it waits for their places. token_scales: [tokens, token_scale_words].
+// Rows without an expert, shared among `count` CTAs.
+__device__ __forceinline__ void zero_unrouted_rows(const PermuteQuantArgs& a, const RowShape& shape, int64_t index,
+                                                   int64_t count) {
+  const int64_t row_words = shape.units / 4, end = a.metadata.rows * row_words;  // of 16 bytes
+  const int threads = blockDim.x * blockDim.y;
+  uint4* codes = reinterpret_cast<uint4*>(a.output);
+  for (int64_t i = a.metadata.expert_offsets[a.metadata.num_experts] * row_words + index * threads +
+                   threadIdx.y * blockDim.x + threadIdx.x;
+       i < end; i += count * threads)
+    codes[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Quantises tokens before it waits for their places, and stores the codes to them. token_scales:
+// [tokens, token_scale_words].
 template <typename T, int kPerLane>
 __global__ void __launch_bounds__(256)
     quantize_tokens_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape,
@@ -157,6 +255,56 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// The same, and the scales at once, four bytes at a time; whole warps are in one row. Blocks along x: `token_blocks` of
+// tokens, `tile_rows` that zero the padding of a row of scale tiles each, and some that zero rows without an expert.
+// blockscale_offsets: a.metadata's, or scratch if that has none.
+template <typename T, typename Id, int kPerLane>
+__global__ void __launch_bounds__(256)
+    permute_tokens_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape,
+                          const int32_t* blockscale_offsets, const unsigned token_blocks, const unsigned tile_rows) {
+  const int E = static_cast<int>(a.metadata.num_experts), topk = static_cast<int>(a.metadata.topk);
+  if (blockIdx.x >= token_blocks) {
+    wait_for_prior_launch();
+    const unsigned block = blockIdx.x - token_blocks;
+    if (block < tile_rows)
+      return zero_padding(a.metadata.expert_offsets, blockscale_offsets, E, a.output_scale, block, shape.tiles);
+    const unsigned blocks = gridDim.x - token_blocks - tile_rows;
+    return zero_unrouted_rows(a, shape, chunk_index() * blocks + (block - tile_rows), chunk_count() * blocks);
+  }
+  const unsigned token = routed_row_index(), lane_of_warp = threadIdx.x & 31;
+  if (token >= a.tokens) return;
+  const RowLane lane{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                     static_cast<int>(first_value_unit<kPerLane>())};
+  uint4 w[kPerLane];
+  load_units(a, token, true, lane, shape.units, w);
+  int expert = lane_of_warp < topk ? expert_of<Id>(a.metadata, int64_t{token} * topk + lane_of_warp) : E;
+  const auto packed = quantize_units<T>(w, lane, true, shape.units);
+  const int bytes = scale_bytes(packed.unit / 4, shape.blocks(), a.zero_padding);
+  uint32_t* codes = reinterpret_cast<uint32_t*>(a.output) + packed.unit;
+  uint8_t* scales = a.output_scale + int64_t{packed.unit / 16} * kTileBytes;
+
+  wait_for_prior_launch();  // permutation and offsets
+#pragma unroll 1
+  for (int begin = 0; begin < topk; begin += 32) {
+    // A slot a lane.
+    const int64_t slot = int64_t{token} * topk + begin + lane_of_warp;
+    if (begin > 0) expert = begin + static_cast<int>(lane_of_warp) < topk ? expert_of<Id>(a.metadata, slot) : E;
+    int own_row = -1, own_scale_row = 0;
+    if (expert < E) {
+      own_row = a.metadata.output_permutation[slot];
+      own_scale_row = own_row - a.metadata.expert_offsets[expert] + blockscale_offsets[expert];
+    }
+    const int count = min(topk - begin, 32);
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) {
+      const int row = __shfl_sync(kAllLanes, own_row, j), scale_row = __shfl_sync(kAllLanes, own_scale_row, j);
+      if (row < 0) continue;
+      if (packed.store) store_codes(codes + int64_t{row} * shape.units, packed);
+      if (packed.store_scales) store_scales(scales + scale_address(scale_row, 0, shape.tiles), packed.scales, bytes);
+    }
+  }
+}
+
 constexpr int kScaleTiles = 32;  // along a row that a CTA handles at most at a time
 
 // Blocks along x: a row of scale tiles each, and then some that share the rows without an expert, which are zeroed.
@@ -171,19 +319,14 @@ __global__ void __launch_bounds__(256)
   const int E = static_cast<int>(a.metadata.num_experts);
   const int32_t* expert_offsets = a.metadata.expert_offsets;
   if (blockIdx.x >= tile_rows) {
-    const int64_t row_words = shape.units / 4, end = a.metadata.rows * row_words;  // of 16 bytes
-    const int64_t block = blockIdx.x - tile_rows + int64_t{blockIdx.y} * (gridDim.x - tile_rows);
-    const int64_t step = int64_t{blockDim.x} * (gridDim.x - tile_rows) * gridDim.y;
-    uint4* codes = reinterpret_cast<uint4*>(a.output);
-    for (int64_t i = expert_offsets[E] * row_words + block * blockDim.x + threadIdx.x; i < end; i += step)
-      codes[i] = make_uint4(0, 0, 0, 0);
-    return;
+    const int64_t blocks = gridDim.x - tile_rows;
+    return zero_unrouted_rows(a, shape, blockIdx.x - tile_rows + blockIdx.y * blocks, blocks * gridDim.y);
   }
 
   __shared__ int found;
   const int first_row = static_cast<int>(blockIdx.x * kTileRows);
   if (threadIdx.x < 32) {
-    const int e = search_warp(blockscale_offsets, E, first_row);
+    const int e = search(blockscale_offsets, E, first_row);
     if (threadIdx.x == 0) found = e;
   }
   __syncthreads();

@@ -11,11 +11,8 @@ __device__ __forceinline__ unsigned chunk_count() { return gridDim.y * gridDim.z
 
 __device__ __forceinline__ int64_t row_index() { return int64_t{blockIdx.x} * blockDim.y + threadIdx.y; }
 
-// Routed rows are counted in 31 bits; lanes behind the last row stay behind it.
-__device__ __forceinline__ int routed_row_index() {
-  const int64_t row = row_index();
-  return row < INT32_MAX ? static_cast<int>(row) : INT32_MAX;
-}
+// Routed rows are counted in 31 bits, which a block's last ones may pass.
+__device__ __forceinline__ unsigned routed_row_index() { return blockIdx.x * blockDim.y + threadIdx.y; }
 
 // What a row of K columns has: units of 8 columns and scale tiles.
 struct RowShape {
@@ -28,6 +25,12 @@ struct RowShape {
 template <int kPerLane>
 __device__ __forceinline__ int64_t first_unit() {
   return int64_t{chunk_index()} * (blockDim.x * kPerLane) + threadIdx.x;
+}
+
+// The same of a row of values, whose units are counted in 31 bits.
+template <int kPerLane>
+__device__ __forceinline__ unsigned first_value_unit() {
+  return chunk_index() * (blockDim.x * kPerLane) + threadIdx.x;
 }
 
 }  // namespace mxfp4::cuda

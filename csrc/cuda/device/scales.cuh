@@ -2,6 +2,7 @@
 #pragma once
 #include "../../args.h"
 #include "experts.cuh"
+#include "rows.cuh"
 
 namespace mxfp4::cuda {
 
@@ -72,7 +73,9 @@ __device__ __forceinline__ void store_codes(uint32_t* target, const PackedUnits<
 // Byte of a row's first scale in tile t of a scale tensor with `tiles` tiles a row.
 __device__ __forceinline__ int64_t scale_address(int scale_row, int t, int tiles) {
   const auto r = static_cast<unsigned>(scale_row);
-  return (int64_t{r / 128u} * tiles + t) * kTileBytes + (r % 32u * 16u + r / 32u % 4u * 4u);
+  return static_cast<int64_t>(uint64_t{r / 128u} * static_cast<unsigned>(tiles) + static_cast<unsigned>(t)) *
+             kTileBytes +
+         (r % 32u * 16u + r / 32u % 4u * 4u);
 }
 
 // How many bytes of a row's scales from `block`, a multiple of 4, on are stored at once: 4, or fewer where columns
@@ -107,6 +110,19 @@ __device__ __forceinline__ void zero_tile_row(uint8_t* tile_row, int64_t rows, i
         if (g + 32 * j >= rows) scales[j] = 0;
     }
   }
+}
+
+// Of a row of scale tiles, by the CTAs along y and z: the padding behind an expert's last row, and the slack around
+// experts. Out of line, as is what else rows rarely need: straight code is on its way before it is wanted.
+static __device__ __noinline__ void zero_padding(const int32_t* expert_offsets, const int32_t* blockscale_offsets,
+                                                 int num_experts, uint8_t* output_scale, unsigned tile_row, int tiles) {
+  const int first_row = static_cast<int>(tile_row * kTileRows), e = search(blockscale_offsets, num_experts, first_row);
+  int64_t rows = 0;
+  if (e < num_experts && first_row >= blockscale_offsets[e])
+    rows = int64_t{expert_offsets[e + 1]} - expert_offsets[e] - (first_row - blockscale_offsets[e]);
+  const int threads = blockDim.x * blockDim.y;
+  zero_tile_row(output_scale + static_cast<int64_t>(tile_row) * tiles * kTileBytes, rows, tiles,
+                chunk_index() * threads + threadIdx.y * blockDim.x + threadIdx.x, threads * chunk_count());
 }
 
 }  // namespace mxfp4::cuda
