@@ -78,18 +78,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--every", type=int, default=1, help="take every n-th sample")
+    parser.add_argument("--ops", nargs="+", choices=samples.SAMPLES, help="the samples of these alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     cases = []
     for op, name in samples.CASES:
+        if args.ops and op not in args.ops:
+            continue
         made = samples.sample(op, name, "cpu")
         if sum(t.numel() for t in made.args if isinstance(t, torch.Tensor)) <= LARGEST:
             cases.append((op, name))
     for i, (op, name) in enumerate(cases[:: args.every]):
         check_sample(op, name, samples.OUT_LAYOUTS[i % len(samples.OUT_LAYOUTS)], args.device)
 
-    for bad in BAD:
+    for bad in BAD if not args.ops else ():
         for op in (*samples.QUANT_OPS, "mxfp4_dequantize"):
             if op in samples.QUANT_OPS or bad[2] is None:
                 call_with_bad_offsets(op, bad, args.device)

@@ -344,11 +344,18 @@ def launches(function: Callable) -> int:
     return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
+HAS_CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+# Launches of the metadata op and of all in one: with few slots, in a cluster, by scale tiles, beyond a cluster.
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("m", [1, 128, 1024])
-def test_launches(m: int, ids_dtype: torch.dtype) -> None:
-    """One for each op; two for the metadata of many slots, and then four for all in one."""
-    many = m * 8 > 2048
+@pytest.mark.parametrize(
+    "m, metadata_launches, more", [(1, 1, 0), (128, 1, 0), (1024, 1, 1), (8192, 1, 2), (8193, 2, 2)]
+)
+def test_launches(m: int, metadata_launches: int, more: int, ids_dtype: torch.dtype) -> None:
+    """One for each op, but for many slots; beyond a cluster, and on a GPU without clusters, two for their metadata."""
+    if m * 8 > 2048 and not HAS_CLUSTERS:
+        metadata_launches = 2
     x, ids = torch.randn(m, 1024, dtype=torch.bfloat16, device="cuda"), torch.randint(-1, 257, (m, 8), device="cuda")
     ids, expert_map = ids.to(ids_dtype), torch.arange(-1, 256, dtype=torch.int32, device="cuda")
     metadata, permute = mxfp4_ops.get_cutlass_moe_mm_data, mxfp4_ops.moe_permute_mxfp4_quant
@@ -356,10 +363,10 @@ def test_launches(m: int, ids_dtype: torch.dtype) -> None:
     rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
     where = (data.expert_offsets, data.blockscale_offsets, 256)
     both = torch.cat((rows, rows), 1)
-    assert launches(lambda: metadata(ids, 256, 512, 1024, expert_map=expert_map)) == (2 if many else 1)
+    assert launches(lambda: metadata(ids, 256, 512, 1024, expert_map=expert_map)) == metadata_launches
     assert launches(lambda: mxfp4_ops.shuffle_rows(x, data.input_permutation)) == 1
     for sorted_expert_ids in (None, data.sorted_expert_ids):
         assert launches(lambda: mxfp4_ops.mxfp4_experts_quant(rows, *where, sorted_expert_ids)) == 1
         assert launches(lambda: mxfp4_ops.silu_and_mul_mxfp4_experts_quant(both, *where, sorted_expert_ids)) == 1
     for out in (None, permute(x, ids, 256, 512)):
-        assert launches(lambda: permute(x, ids, 256, 512, out=out)) == (4 if many else 1)
+        assert launches(lambda: permute(x, ids, 256, 512, out=out)) == metadata_launches + more

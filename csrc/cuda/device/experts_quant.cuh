@@ -42,16 +42,14 @@ __device__ __forceinline__ void quantize_row(const QuantArgs& a, const RowShape&
   if constexpr (kSearch) expert = search(a.expert_offsets, E, static_cast<int>(row));
   const bool has_expert = static_cast<unsigned>(expert) < static_cast<unsigned>(E);
   const ExpertOffsets offsets(a.expert_offsets, a.blockscale_offsets, has_expert ? expert : 0);
-  const auto scale_row = [&] { return offsets.scale_row(static_cast<int>(row), static_cast<int>(a.scale_rows)); };
-  // Of one unit a lane, the latency counts: the offsets come while it is quantised.
-  int target = kPerLane > 1 ? scale_row() : -1;
   uint32_t codes[kPerLane], scale[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     if constexpr (kSilu) w[i] = activation(w[i], up[i]);
     codes[i] = quantize8<T>(w[i], scale[i]);
   }
-  if constexpr (kPerLane == 1) target = scale_row();
+  // The offsets came while the values were quantised.
+  int target = offsets.scale_row(static_cast<int>(row), static_cast<int>(a.scale_rows));
   if (!has_expert) target = -1;
   // The id says none, the offsets may say otherwise: then no row writes these scales and no tile counts them as
   // padding.

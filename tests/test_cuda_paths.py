@@ -1,0 +1,111 @@
+"""Each way that a launch can take on the GPU gives the same bytes: sizes choose, and MXFP4_OPS_CUDA_WITHOUT forces."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import samples
+import torch
+from sanitizer_smoke import check_sample
+from torch import Tensor
+
+import mxfp4_ops
+
+pytestmark = pytest.mark.gpu
+
+# What launches go without, and so must do in the other way. GPUs before SM90 have neither clusters nor programmatic
+# dependent launch.
+WITHOUT = [
+    "",
+    "warp_slots",
+    "few_slots",
+    "few_slots,clusters",
+    "few_slots,tiled_scales",
+    "clusters,dependent_launch",
+    "few_slots,clusters,dependent_launch,tiled_scales",
+    "wide_lanes,silu_table",
+    "silu_table",
+]
+
+
+@pytest.fixture(params=WITHOUT, ids=lambda without: without or "all")
+def without(request, monkeypatch) -> str:
+    monkeypatch.setenv("MXFP4_OPS_CUDA_WITHOUT", request.param)
+    return request.param
+
+
+OPS = [op for op in samples.SAMPLES if op not in ("shuffle_rows", "mxfp4_dequantize")]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_samples(op: str, without: str) -> None:
+    for i, name in enumerate(samples.SAMPLES[op]):
+        check_sample(op, name, samples.OUT_LAYOUTS[i % len(samples.OUT_LAYOUTS)], "cuda")
+
+
+def route(m: int, topk: int, E: int, kind: str) -> Tensor:
+    if kind == "one hot":
+        return torch.where(torch.rand(m, topk) < 0.9, E // 2, torch.randint(0, E, (m, topk)))
+    return torch.full((m, topk), -1) if kind == "none" else torch.randint(-1, E + 1, (m, topk))
+
+
+def run(op: Callable, *args: object, out: bool) -> list[Tensor]:
+    """A functional call, or one into buffers of other bytes."""
+    results = op(*args)
+    if not out:
+        return list(results)
+    buffers = type(results)(*(torch.full_like(t, 0x25) for t in results))
+    return list(op(*args, out=buffers))
+
+
+@functools.cache
+def inputs_and_results(m: int, topk: int, E: int, K: int, kind: str) -> list[tuple[Callable, tuple, list, list]]:
+    """Each op, its arguments and what the CPU makes of them, functional and into buffers."""
+    torch.manual_seed(m)
+    x = torch.randn(m, K) * torch.exp2(torch.randint(-9, 9, (m, 1)).float())
+    x[-1, :2] = torch.tensor([float("inf"), -0.0])
+    x = x.to(torch.bfloat16 if m % 2 == 0 else torch.float16)
+    ids = route(m, topk, E, kind).to(torch.int32 if m % 3 else torch.int64)
+    data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, 64, K)
+    rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
+    both = torch.cat((rows[:, K // 2 // 32 * 32 :], rows[:, K // 2 // 32 * 32 :]), 1)
+    where = data.expert_offsets, data.blockscale_offsets, E
+    calls = [
+        (mxfp4_ops.moe_permute_mxfp4_quant, (x, ids, E, 64)),
+        (mxfp4_ops.get_cutlass_moe_mm_data, (ids, E, 64, K)),
+        (mxfp4_ops.mxfp4_experts_quant, (rows, *where)),
+        (mxfp4_ops.mxfp4_experts_quant, (rows, *where, data.sorted_expert_ids)),
+        (mxfp4_ops.silu_and_mul_mxfp4_experts_quant, (both, *where)),
+        (mxfp4_ops.silu_and_mul_mxfp4_experts_quant, (both, *where, data.sorted_expert_ids)),
+    ]
+    return [(op, args, run(op, *args, out=False), run(op, *args, out=True)) for op, args in calls]
+
+
+# (m, topk, E, K, routing): the slots of a warp, few, of a cluster whose last CTA has none, the most of a cluster, and
+# one token more; more experts than a cluster takes; scales by tile; shapes that no CTA divides.
+SHAPES = [
+    (1, 16, 1024, 4096, "any"),
+    (2, 9, 256, 1056, "any"),
+    (256, 8, 256, 2880, "any"),
+    (300, 7, 17, 96, "one hot"),
+    (684, 3, 60, 160, "any"),
+    (520, 8, 1024, 1120, "any"),
+    (2049, 1, 1, 64, "any"),
+    (4096, 8, 36, 2048, "one hot"),
+    (1024, 8, 20, 2048, "none"),
+    (8192, 8, 384, 1024, "any"),
+    (8193, 8, 384, 32, "any"),
+    (400, 8, 3000, 96, "any"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, int, int, int, str], without: str) -> None:
+    for op, args, functional, into_buffers in inputs_and_results(*shape):
+        on_gpu = [a.cuda() if isinstance(a, Tensor) else a for a in args]
+        with samples.poisoned_allocator("cuda", [t.numel() * t.element_size() for t in functional]):
+            results = run(op, *on_gpu, out=False)
+        for i, (got, want) in enumerate(zip(results, functional, strict=True)):
+            samples.assert_same(got, want, f"{op.__name__} result {i}")
+        for i, (got, want) in enumerate(zip(run(op, *on_gpu, out=True), into_buffers, strict=True)):
+            samples.assert_same(got, want, f"{op.__name__} buffer {i}")
