@@ -55,11 +55,13 @@ __global__ void __launch_bounds__(256) metadata_few_kernel(const __grid_constant
   }
 }
 
-// ---- A cluster of CTAs, which add up each other's counts ----
+// ---- A cluster of CTAs, which add up each other's counts; not launched on a GPU without clusters ----
 
 __device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank;
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
   return rank;
 }
 __device__ __forceinline__ void cluster_arrive() {
