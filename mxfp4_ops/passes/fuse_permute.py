@@ -10,7 +10,20 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .calls import ALLOCATIONS, FUSED, METADATA, QUANT, SHUFFLE, Call, Form, same_layout, same_number, set_value, value
+from .calls import (
+    ALLOCATIONS,
+    FUSED,
+    METADATA,
+    QUANT,
+    SHUFFLE,
+    Call,
+    Form,
+    same_layout,
+    same_number,
+    set_value,
+    tensors_in,
+    value,
+)
 from .effects import name_of
 from .provenance import Tensors
 from .report import RuleReport
@@ -48,14 +61,18 @@ class Fusion:
 def apply(tensors: Tensors, report: RuleReport) -> None:
     calls = tensors.calls.values()
     shuffled = {tensors.memory(_rows_of(call)) for call in calls if call.op == SHUFFLE}
+    staying: set[Call] = set()  # looked at once: a metadata call may have as many readers as the graph has nodes
     for quant in [c for c in calls if c.op == QUANT and tensors.memory(c.argument("input")) in shuffled]:
         report.matched += 1
         fusion = _fusion(tensors, quant)
         if isinstance(fusion, str):
             report.skip(quant.node, fusion)
-        else:
-            _fuse(tensors, fusion, _place(tensors, fusion))
-            report.rewritten += 1
+            continue
+        place = None if fusion.metadata in staying else _place(tensors, fusion)
+        if place is None:
+            staying.add(fusion.metadata)
+        _fuse(tensors, fusion, place)
+        report.rewritten += 1
 
 
 def _rows_of(shuffle: Call) -> object:
@@ -158,8 +175,9 @@ def _place(tensors: Tensors, fusion: Fusion) -> fx.Node | None:
     if metadata.op != METADATA or not _can_take_over(tensors, fusion):
         return None
     ours, theirs, hidden_states = _buffers(quant), _buffers(metadata), fusion.hidden_states
-    before = [metadata.node, hidden_states, tensors.last_write(hidden_states, shuffle.node), *ours]
+    before = [metadata.node, hidden_states, tensors.last_write(hidden_states, shuffle.node)]
     before += [tensors.last_touch(buffer, quant.node) for buffer in ours]
+    before += [node for buffer in ours for node in (buffer.all_input_nodes if _can_move(buffer) else [buffer])]
     place = max(node for node in before if node is not None)
     if tensors.are_parted(place, metadata.node):
         return None
@@ -172,6 +190,11 @@ def _place(tensors: Tensors, fusion: Fusion) -> fx.Node | None:
     if any(not place < reader for reader in readers if reader is not shuffle.node) or not {*items}.isdisjoint(ours):
         return None
     return place
+
+
+def _can_move(buffer: fx.Node) -> bool:
+    """Whether a buffer may as well be allocated earlier, where its sizes are known."""
+    return buffer.target in ALLOCATIONS and not any(tensors_in(value(node)) for node in buffer.all_input_nodes)
 
 
 def _can_take_over(tensors: Tensors, fusion: Fusion) -> bool:
@@ -193,9 +216,11 @@ def _can_take_over(tensors: Tensors, fusion: Fusion) -> bool:
         return all(tensors.is_fresh(metadata, buffer) for buffer in buffers) and all(
             same_layout(metadata.recorded(name), metadata.fresh(name)) for name in _METADATA
         )
-    names = [metadata.result_at(item.args[1], value(item), whole=True) for item in items]
+    used = [item for item in items if item.users]
+    names = [metadata.result_at(item.args[1], value(item), whole=True) for item in used]
     return all(buffer.target in ALLOCATIONS for buffer in buffers) and all(
-        name is not None and same_layout(value(item), metadata.fresh(name)) for item, name in zip(items, names)
+        name is not None and same_layout(value(item), metadata.fresh(name))
+        for item, name in zip(used, names, strict=True)
     )
 
 
@@ -213,8 +238,12 @@ def _fuse(tensors: Tensors, fusion: Fusion, place: fx.Node | None) -> None:
     given["hidden_states"] = fusion.hidden_states, shuffle.eager("input")
     with graph.inserting_before(quant.node) if place is None else graph.inserting_after(place):
         fused = Call.add(FUSED, quant, given)
-    if place is not None and "nn_module_stack" in place.meta:  # what stands together is of one module
-        fused.node.meta["nn_module_stack"] = place.meta["nn_module_stack"]
+    if place is not None:
+        moved = [buffer for buffer in _buffers(quant) if fused.node < buffer]
+        for buffer in dict.fromkeys(moved):
+            fused.node.prepend(buffer)
+        for node in (fused.node, *moved):
+            _stand_with(node, place)
     _give_results(fused, fusion, place is not None)
     tensors.learn(fused)
     if place is not None:
@@ -229,6 +258,12 @@ def _fuse(tensors: Tensors, fusion: Fusion, place: fx.Node | None) -> None:
     for buffer in dict.fromkeys(inputs):
         if buffer.target in ALLOCATIONS and not buffer.users:
             graph.erase_node(buffer)
+
+
+def _stand_with(node: fx.Node, neighbour: fx.Node) -> None:
+    """What stands together is of one module."""
+    if "nn_module_stack" in neighbour.meta:
+        node.meta["nn_module_stack"] = neighbour.meta["nn_module_stack"]
 
 
 def _bases(call: Call) -> list[fx.Node]:
@@ -257,24 +292,17 @@ def _take_items(tensors: Tensors, fused: Call, call: Call, shift: int) -> None:
     """Let what reads the items of a call read those of the fused one; ``shift`` is from its bases to the fused call's."""
     for item in reversed(call.item_nodes()):
         index = item.args[1]
-        if call.form is Form.AUTO_V2 is fused.form:
-            index += shift
-        else:
-            name = call.result_at(index, value(item), whole=True)
-            if fused.form is Form.MUTATING:
-                if item.users:
-                    _replace(tensors, item, fused.argument(name))
-                item.graph.erase_node(item)
-                continue
-            index = fused.index(name)
-        if index is None:  # an optional result that nobody reads
+        name = call.result_at(index, value(item), whole=True) if item.users else None
+        if not item.users or fused.form is Form.MUTATING:
+            if item.users:
+                _replace(tensors, item, fused.argument(name))
             item.graph.erase_node(item)
             continue
+        index = index + shift if call.form is Form.AUTO_V2 is fused.form else fused.index(name)
         tensors.hand_over(item, fused, index)
         if item < fused.node:
             fused.node.append(item)
-            if "nn_module_stack" in fused.node.meta:
-                item.meta["nn_module_stack"] = fused.node.meta["nn_module_stack"]
+            _stand_with(item, fused.node)
 
 
 def _take_buffers_of_raw_call(tensors: Tensors, fused: Call, metadata: Call) -> None:

@@ -106,12 +106,14 @@ class Tensors:
             self.join(node, (node.args[0], node.args[1]))
         elif node.op == "get_attr":
             self.join(node, ("attribute", node.target))
-        if node not in self.calls and node.op != "output":  # of several results, each has memory of its own
+        call = self.calls.get(node)
+        # Of several results, each has memory of its own.
+        if node.op != "output" and (call is None or (call.form is Form.FUNCTIONAL and len(call.results) == 1)):
             recorded = [*tensors_in(value(node)), attribute(node)]
             for storage in {StorageWeakRef(t.untyped_storage()) for t in recorded if has_storage(t)}:
                 self.join(node, storage)
         if not self.is_item(node):
-            for source in shared_by(node, self.calls.get(node), self._effects.get(node), self.storages_tell):
+            for source in shared_by(node, call, self._effects.get(node), self.storages_tell):
                 self.join(node, source)
 
     def is_item(self, node: fx.Node) -> bool:
