@@ -148,11 +148,8 @@ class Call:
                 kwargs[f"_{argument.name}_base_index"] = None, None
         recorded: tuple | None = None
         if like.form is Form.AUTO_V1:
-            target, args, recorded = (
-                auto_functionalized,
-                [(overload, None)],
-                (None,) * (1 + len(_signature(overload)[2])),
-            )
+            target, args = auto_functionalized, [(overload, None)]
+            recorded = (None,) * (1 + len(_signature(overload)[2]))
         elif like.form is Form.AUTO_V2:
             target, args, recorded = auto_functionalized_v2, [(overload, None)], (None,)
             kwargs["_all_bases"] = [], immutable_list()
