@@ -33,6 +33,14 @@ def metadata_buffers(topk_ids: Tensor, num_experts: int = E) -> list[Tensor]:
     return [torch.empty(shape, dtype=torch.int32, device=topk_ids.device) for shape in shapes]
 
 
+def quant_buffers(topk_ids: Tensor, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes, and scales that hold ``padding`` where nothing is written."""
+    rows, tiles = topk_ids.numel(), (K + 127) // 128
+    scale_rows = (rows + 127 * min(rows, E)) // 128 * 128
+    options = {"dtype": torch.uint8, "device": topk_ids.device}
+    return torch.zeros((rows, K // 2), **options), torch.full((scale_rows, 4 * tiles), padding, **options)
+
+
 def write_metadata(topk_ids: Tensor, buffers: list[Tensor]) -> list[Tensor]:
     offsets, scale_offsets, sizes1, sizes2, inputs, outputs = buffers
     vllm.get_cutlass_moe_mm_data(topk_ids, offsets, sizes1, sizes2, inputs, outputs, E, N, K, scale_offsets)

@@ -72,10 +72,11 @@ def check_report(output: str, mode: str) -> None:
     """One layer's two quants, in the graphs of prefill and decode step, whether or not a cache has these already."""
     lines = output.splitlines()
     start = lines.index(f"FX passes in mode {mode}, on the graphs of prefill and decode step:") + 1
-    assert [line.split() for line in lines[start : start + 3]] == [
+    assert [line.split() for line in lines[start : start + 4]] == [
         ["rule", "matched", "rewritten", "skipped"],
         ["merge_metadata", "0", "0", "0"],
         ["sorted_expert_ids", "4", "4", "0"],
+        ["fuse_permute", "2", "2", "0"],
     ]
 
 
@@ -124,7 +125,7 @@ def test_ratio_is_of_a_rewritten_and_an_unchanged_program(decode, few_timings, c
     args = [*SMALL, "--device", "cpu", "--modes", "eager", "--ratio-experts", "7"]
     with torch._inductor.config.patch(post_grad_custom_post_pass=count):
         assert decode.main(args) == 0
-    assert searching == [(2, 0), (2, 2)]
+    assert searching == [(1, 0), (2, 2)]  # the other quant is in the fused op
     check_ratio(capsys.readouterr().out, 7, 2)
 
 
@@ -134,6 +135,12 @@ def test_quants_left_on_offset_search_are_found_out(decode, no_inductor, few_tim
     output = capsys.readouterr().out
     assert "DIFFERENT   passes: 0 of 4 quants were given sorted_expert_ids" in output
     assert "DIFFERENT   decode step, E = 5: 0 of 2 quants were given sorted_expert_ids" in output
+
+
+def test_quants_that_are_not_fused_are_found_out(decode, no_inductor, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "MXFP4Passes", partial(MXFP4Passes, fuse_permute=False))
+    assert decode.main([*SMALL, "--device", "cpu", "--modes", "passes"]) == 1
+    assert "DIFFERENT   passes: 0 of 2 quants were fused with metadata and shuffle" in capsys.readouterr().out
 
 
 def test_text_and_seed_decide_the_output(decode, tmp_path, capsys):

@@ -60,8 +60,9 @@ def test_every_quant_of_every_layer(layer: str, form: str, dynamic: bool, device
     model, args = stack(LAYERS[layer], 3), inputs(device)
     compiled = Compiled(model, form, dynamic)
     assert same_bytes(compiled(*args), model(*args))
-    assert counts(compiled.report) == {"merge_metadata": (2, 2, 0), "sorted_expert_ids": (6, 6, 0)}
-    assert counts(compiled.again) == {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (6, 0, 6)}
+    unfused = {"fuse_permute": (3, 0, 3)}
+    assert counts(compiled.report) == {"merge_metadata": (2, 2, 0), "sorted_expert_ids": (6, 6, 0), **unfused}
+    assert counts(compiled.again) == {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (6, 0, 6), **unfused}
     assert set(reasons(compiled.again)) == {"has sorted_expert_ids already"}
 
 
@@ -70,13 +71,13 @@ def test_without_merging_every_layer_keeps_its_own(layer: str) -> None:
     model, args = stack(LAYERS[layer], 3), inputs()
     compiled = Compiled(model, merge_metadata=False)
     assert same_bytes(compiled(*args), model(*args))
-    assert counts(compiled.report) == {"sorted_expert_ids": (6, 6, 0)}
+    assert counts(compiled.report) == {"sorted_expert_ids": (6, 6, 0), "fuse_permute": (3, 0, 3)}
     assert compiled.after.count("get_cutlass_moe_mm_data") == 3
 
 
 def test_merging_alone() -> None:
     model, args = stack(upstream_layer, 3), inputs()
-    compiled = Compiled(model, sorted_expert_ids=False)
+    compiled = Compiled(model, sorted_expert_ids=False, fuse_permute=False)
     assert same_bytes(compiled(*args), model(*args))
     assert counts(compiled.report) == {"merge_metadata": (2, 2, 0)}
     assert "sorted_expert_ids" not in compiled.after
@@ -237,7 +238,11 @@ def test_static_buffers(form: str, device: str) -> None:
     compiled = Compiled(model, form)
     assert same_bytes(compiled(*args, *ours), model(*args, *eager))
     assert same_bytes(ours, eager)
-    assert counts(compiled.report) == {"merge_metadata": (2, 2, 0), "sorted_expert_ids": (3, 3, 0)}
+    assert counts(compiled.report) == {
+        "merge_metadata": (2, 2, 0),
+        "sorted_expert_ids": (3, 3, 0),
+        "fuse_permute": (3, 3, 0),
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -251,7 +256,7 @@ def test_given_sorted_ids_are_used(form: str) -> None:
         return vllm.mxfp4_experts_quant(vllm.shuffle_rows(x, permutation), offsets, scale_offsets, E, TOPK)
 
     args = inputs()
-    compiled = Compiled(model, form)
+    compiled = Compiled(model, form, fuse_permute=False)
     assert same_bytes(compiled(*args), model(*args))
     assert counts(compiled.report)["sorted_expert_ids"] == (1, 1, 0)
     allocations = compiled.before.count("buffer"), compiled.after.count("buffer")
@@ -340,7 +345,8 @@ def test_ids_of_each_layer_of_its_own() -> None:
     args = (x, ids, ids.flip(0), ids.roll(1, 0))
     compiled = Compiled(model)
     assert same_bytes(compiled(*args), model(*args))
-    assert counts(compiled.report) == {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (6, 6, 0)}
+    assert counts(compiled.report)["merge_metadata"] == (0, 0, 0)
+    assert counts(compiled.report)["sorted_expert_ids"] == (6, 6, 0)
 
 
 def test_a_metadata_call_of_two_forms() -> None:
@@ -351,7 +357,8 @@ def test_a_metadata_call_of_two_forms() -> None:
         args = inputs()
         compiled = Compiled(model, form)
         assert same_bytes(compiled(*args), model(*args))
-        assert counts(compiled.report) == {"merge_metadata": (2, 2, 0), "sorted_expert_ids": (6, 6, 0)}
+        assert counts(compiled.report)["merge_metadata"] == (2, 2, 0)
+        assert counts(compiled.report)["sorted_expert_ids"] == (6, 6, 0)
 
 
 # What is not ---------------------------------------------------------------------------------------------------------
@@ -502,7 +509,7 @@ REFUSALS = [
 def test_refusals(function: Callable, reason: str, _: str | None) -> None:
     module = traced(function, *inputs())
     before = show(module.graph)
-    report = passes.rewrite(module)
+    report = passes.rewrite(module, fuse_permute=False)
     assert reasons(report) == [reason]
     assert show(module.graph) == before
 
@@ -512,7 +519,7 @@ def test_refusals_in_dynamo_graphs(function: Callable, aten_reason: str, reason:
     graphs = []
 
     def backend(module: fx.GraphModule, inputs: list) -> Callable:
-        graphs.append((show(module.graph), module, passes.rewrite(module)))
+        graphs.append((show(module.graph), module, passes.rewrite(module, fuse_permute=False)))
         raise RuntimeError("seen")
 
     torch._dynamo.reset()
@@ -722,10 +729,11 @@ def test_exported_programs(layer: str, decomposed: bool, dynamic: bool) -> None:
     program = torch.export.export(model, args, dynamic_shapes=({0: tokens}, {0: tokens}) if dynamic else None)
     program = program.run_decompositions() if decomposed else program
     report = passes.rewrite(program)
-    assert counts(report) == {"merge_metadata": (1, 1, 0), "sorted_expert_ids": (4, 4, 0)}
+    unfused = {"fuse_permute": (2, 0, 2)}
+    assert counts(report) == {"merge_metadata": (1, 1, 0), "sorted_expert_ids": (4, 4, 0), **unfused}
     program.validate()
     assert same_bytes(program.module()(*args), model(*args))
-    assert counts(passes.rewrite(program)) == {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (4, 0, 4)}
+    assert counts(passes.rewrite(program)) == {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (4, 0, 4), **unfused}
 
 
 @pytest.mark.parametrize("decomposed", [False, True], ids=["training", "decomposed"])
@@ -742,7 +750,9 @@ def test_outputs_of_exported_programs_keep_their_names_right(decomposed: bool) -
     model = Stateful(None)
     program = torch.export.export(model, args)
     program = program.run_decompositions() if decomposed else program
-    assert counts(passes.rewrite(program)) == {"merge_metadata": (1, 1, 0), "sorted_expert_ids": (1, 1, 0)}
+    assert counts(passes.rewrite(program)) == dict.fromkeys(
+        ("merge_metadata", "sorted_expert_ids", "fuse_permute"), (1, 1, 0)
+    )
     program.validate()
     module = program.module()
     assert same_bytes(module(*args), model(*args))
@@ -780,7 +790,8 @@ def test_modules_whose_signatures_are_preserved(preserved: tuple, merges: int) -
     args, model = inputs(), Blocks()
     program = torch.export.export(model, args, preserve_module_call_signature=preserved)
     report = passes.rewrite(program)
-    assert counts(report) == {"merge_metadata": (1, merges, 1 - merges), "sorted_expert_ids": (2, 2, 0)}
+    both = dict.fromkeys(("sorted_expert_ids", "fuse_permute"), (2, 2, 0))
+    assert counts(report) == {"merge_metadata": (1, merges, 1 - merges), **both}
     assert reasons(report, "merge_metadata") == [PARTED] * (1 - merges)
     assert same_bytes(program.module()(*args), model(*args))
     assert same_bytes(torch.export.unflatten(program)(*args), model(*args))
@@ -868,8 +879,11 @@ def test_report_is_a_table_with_source_lines() -> None:
 rule               matched  rewritten  skipped
 merge_metadata           1          1        0
 sorted_expert_ids        2          0        2
+fuse_permute             2          0        2
   sorted_expert_ids: {place} (%mxfp4_experts_quant): expert_offsets passes through a cast (_to_copy.default)
-  sorted_expert_ids: {place} (%mxfp4_experts_quant_1): blockscale_offsets passes through add.Tensor"""
+  sorted_expert_ids: {place} (%mxfp4_experts_quant_1): blockscale_offsets passes through add.Tensor
+  fuse_permute: {place} (%mxfp4_experts_quant): expert_offsets passes through a cast (_to_copy.default)
+  fuse_permute: {place} (%mxfp4_experts_quant_1): blockscale_offsets passes through add.Tensor"""
     assert str(compiled.report) == expected
     rule = compiled.report.rules["sorted_expert_ids"]
     assert rule.reasons() == dict.fromkeys(reasons(compiled.report), 1)
@@ -879,14 +893,16 @@ def test_reports_add_up() -> None:
     total = passes.MXFP4Passes()
     for _ in range(2):
         total.run(traced(functional_layer, *inputs()).graph)
-    assert counts(total.report) == {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (4, 4, 0)}
-    assert total.report.summary() == "2 graphs: merge_metadata 0 of 0, sorted_expert_ids 4 of 4"
+    rules = {"merge_metadata": (0, 0, 0), "sorted_expert_ids": (4, 4, 0), "fuse_permute": (2, 0, 2)}
+    assert counts(total.report) == rules
+    assert total.report.summary() == "2 graphs: merge_metadata 0 of 0, sorted_expert_ids 4 of 4, fuse_permute 0 of 2"
 
 
 def test_one_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mxfp4_ops.passes"):
         passes.rewrite(traced(functional_layer, *inputs()))
-    assert caplog.messages == ["mxfp4_ops passes: 1 graphs: merge_metadata 0 of 0, sorted_expert_ids 2 of 2"]
+    rules = "merge_metadata 0 of 0, sorted_expert_ids 2 of 2, fuse_permute 0 of 1"
+    assert caplog.messages == [f"mxfp4_ops passes: 1 graphs: {rules}"]
 
 
 def test_graphs_are_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -904,9 +920,9 @@ def test_graphs_are_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
 def test_uuid_changes_with_options_only() -> None:
     make = passes.MXFP4Passes
     assert make().uuid() == make().uuid() == make(log_graphs=True).uuid()
-    options = [{}, {"sorted_expert_ids": False}, {"merge_metadata": False}]
-    options.append(options[1] | options[2])
-    assert len({make(**o).uuid() for o in options}) == 4
+    options = [{}, {"sorted_expert_ids": False}, {"merge_metadata": False}, {"fuse_permute": False}]
+    options += [options[1] | options[2], options[1] | options[3]]
+    assert len({make(**o).uuid() for o in options}) == 6
 
 
 @pytest.mark.parametrize("changed", ["sources", "schemas", "torch"])
@@ -1008,7 +1024,8 @@ def test_compile_with_other_backends(backend: str, layer: str) -> None:
     model = stack(LAYERS[layer], 2)
     compiled = mxfp4_ops.compile(passes=ours, backend=backend, fullgraph=True)(model)
     assert same_bytes(compiled(*args), model(*args))
-    assert counts(ours.report) == {"merge_metadata": (1, 1, 0), "sorted_expert_ids": (4, 4, 0)}
+    rules = {"merge_metadata": (1, 1, 0), "sorted_expert_ids": (4, 4, 0), "fuse_permute": (2, 0, 2)}
+    assert counts(ours.report) == rules
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
@@ -1065,7 +1082,8 @@ def test_time_is_linear_in_layers(upstream: bool) -> None:
         finally:
             gc.enable()
         total, merged = layers * graphs, 0 if upstream else layers * graphs
-        assert counts(ours.report) == {"merge_metadata": (merged, merged, 0), "sorted_expert_ids": (total, total, 0)}
+        both = dict.fromkeys(("sorted_expert_ids", "fuse_permute"), (total, total, 0))
+        assert counts(ours.report) == {"merge_metadata": (merged, merged, 0), **both}
         return taken / graphs
 
     assert any(seconds(1000, 1) <= 12 * seconds(100, 10) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Programs made at random of metadata calls, quants, views, writes and buffers: the passes leave every byte as it was.
+"""Programs made at random of metadata calls, shuffles, quants, views, writes and buffers: no byte is another.
 
 Each program runs twice in each form that tracing gives it. The caller writes into what the first run returned, and looks at
 everything in the end: a result that came to lie in a buffer of the caller, or in another result, shows.
@@ -10,7 +10,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moe_graphs import TOPK, Compiled, E, K, N, inputs, metadata_buffers, same_bytes, write_metadata
+from moe_graphs import (
+    TOKENS,
+    TOPK,
+    Compiled,
+    E,
+    K,
+    N,
+    inputs,
+    metadata_buffers,
+    quant_buffers,
+    same_bytes,
+    write_metadata,
+)
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -89,7 +101,57 @@ def in_own_workspace(ids: Tensor, workspace: Tensor, static: tuple) -> list[Tens
 
 
 ROUTINGS = [functional, fresh, in_static_buffers, in_workspace, in_own_workspace]
-STEPS = ["data", "data", "quant", "write", "write ids", "return", "return", "keep"]
+STEPS = ["data", "data", "quant", "quant", "write", "write ids", "write x", "return", "return", "keep"]
+
+HIDDEN: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x,
+    lambda x: x + 1,  # after the metadata call
+    lambda x: x.view(-1, 2, K).view(-1, K),
+    lambda x: x.flip(1)[:, :].detach(),
+]
+ROWS: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t,
+    lambda t: t,
+    lambda t: t.view(-1, 1, K).view(-1, K),
+    lambda t: t.detach(),
+    lambda t: t.neg_(),
+]
+
+
+def fresh_rows(x: Tensor, permutation: Tensor) -> Tensor:
+    return mxfp4_ops.shuffle_rows(x, permutation, out=x.new_empty(permutation.shape[0], K))
+
+
+SHUFFLES = [vllm.shuffle_rows, vllm.shuffle_rows, fresh_rows]
+
+
+def returned_rows(rows: Tensor, where: tuple, out: tuple) -> tuple[Tensor, ...]:
+    return tuple(vllm.mxfp4_experts_quant(rows, *where, E, TOPK))
+
+
+def in_static_rows(rows: Tensor, where: tuple, out: tuple) -> tuple[Tensor, ...]:
+    return tuple(t + 0 for t in mxfp4_ops.mxfp4_experts_quant(rows, *where, E, out=out))
+
+
+def in_fresh_rows(rows: Tensor, where: tuple, out: tuple) -> tuple[Tensor, ...]:
+    return tuple(
+        t + 0 for t in mxfp4_ops.mxfp4_experts_quant(rows, *where, E, out=quant_buffers(torch.empty(TOKENS, TOPK), 7))
+    )
+
+
+def shared_rows(rows: Tensor, where: tuple, out: tuple) -> tuple[Tensor, ...]:
+    gate_up = torch.cat((rows, rows), 1)
+    return *returned_rows(rows, where, out), *vllm.silu_and_mul_mxfp4_experts_quant(gate_up, *where, E, TOPK)
+
+
+def then_silu(rows: Tensor, where: tuple, out: tuple) -> tuple[Tensor, ...]:
+    quantized = returned_rows(rows, where, out)
+    gate_up = mxfp4_ops.mxfp4_dequantize(*quantized, *where, dtype=torch.bfloat16)
+    return *quantized, *vllm.silu_and_mul_mxfp4_experts_quant(gate_up, *where, E, TOPK)
+
+
+QUANTS = [returned_rows, returned_rows, in_static_rows, in_fresh_rows, shared_rows, then_silu]
 
 
 class Program:
@@ -97,7 +159,7 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         choose = random.Random(seed)
-        self.steps = []
+        self.steps, self.quants = [], []
         # Of few kinds in one program, for calls of different kinds seldom merge.
         kinds = choose.sample(ROUTINGS, 2)
         kinds = [kinds[0], kinds[0], kinds[1]]
@@ -106,38 +168,52 @@ class Program:
             # Which tensors, and what to do with them; each step takes what it needs of these.
             places = [choose.randrange(100) for _ in range(3)]
             self.steps.append((step, places, *(choose.choice(c) for c in (kinds, IDS, VIEWS, WRITES, RETURNED))))
+            self.quants.append(tuple(choose.choice(c) for c in (HIDDEN, SHUFFLES, ROWS, QUANTS)))
 
     def __call__(self, x: Tensor, topk_ids: Tensor, other_ids: Tensor, workspace: Tensor, *static: Tensor) -> list:
         datas: list[list[Tensor]] = []
         results: list[object] = []
-        for step, (i, j, k), routing, shaped, view, write, returned in self.steps:
+        out = static[-2:]
+        late: list[Callable[[], None]] = []  # quants that come one step after their shuffles
+        for (step, (i, j, k), routing, shaped, view, write, returned), how in zip(self.steps, self.quants, strict=True):
+            due, late = late, []
             ids = topk_ids if k % 8 else other_ids
+            data = datas[i % len(datas)] if datas else []
             if step == "data":
                 datas.append(routing(shaped(ids), workspace, static))
-                continue
-            data = datas[i % len(datas)]
-            if step == "quant":
-                results.append(self.quant(x, data))
+            elif step == "quant":
+                quantize = self.quant(x, data, out, *how)
+                if k % 3:
+                    results.append(quantize())
+                else:
+                    late.append(quantize)
             elif step == "write":
                 # Not offsets, which would no longer fit the rows, nor what rows are taken by.
                 write(view(data[(2, 3, 5)[j % 3]]))
             elif step == "write ids":
                 write(view(ids))
+            elif step == "write x":
+                x.mul_(-1)
             elif step == "return":
                 results.append(returned(view(data[j % len(data)])))
             else:
-                static[-1].copy_(data[j % 2])
-        return [*results, self.quant(x, datas[-1])]
+                static[-3].copy_(data[j % 2])
+            results += [quantize() for quantize in due]
+        return [*results, self.quant(x, datas[-1], out, *self.quants[-1])()]
 
-    def quant(self, x: Tensor, data: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(vllm.mxfp4_experts_quant(vllm.shuffle_rows(x, data[4]), data[0], data[1], E, TOPK))
+    def quant(self, x: Tensor, data: list[Tensor], out: tuple, *how: Callable) -> Callable[[], tuple[Tensor, ...]]:
+        """Shuffles; what is returned quantises."""
+        hidden, shuffle, view, quantize = how
+        rows = shuffle(hidden(x), data[4])
+        return lambda: quantize(view(rows), (data[0], data[1]), out)
 
 
 def arguments(seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
     (x, topk_ids), (_, other_ids) = inputs(), inputs()
     static = [*metadata_buffers(topk_ids), torch.empty(E + 1, dtype=torch.int32)]
-    return [x, topk_ids, other_ids, torch.zeros(ROOM, dtype=torch.int32), *(t.zero_() for t in static)]
+    static = [*(t.zero_() for t in static), *quant_buffers(topk_ids, 7)]
+    return [x, topk_ids, other_ids, torch.zeros(ROOM, dtype=torch.int32), *static]
 
 
 def two_runs(function: Callable, seed: int) -> list:
@@ -211,24 +287,25 @@ FORMS = {
 }
 
 
-def check(form: str, seeds: range) -> passes.RuleReport:
+def check(form: str, seeds: range) -> passes.Report:
     make, report = FORMS[form][0], passes.Report()
     for seed in seeds:
         program = Program(seed)
         made, expected = make(program, seed, report), two_runs(program, seed)
         assert same_bytes(two_runs(made, seed), expected), f"seed {seed}"
-    return report.rules["merge_metadata"]
+    return report
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "inductor"])  # which takes long
 def test_bytes_are_those_of_eager(form: str) -> None:
-    merges = check(form, FORMS[form][1])
-    assert merges.matched
+    report = check(form, FORMS[form][1])
+    assert report.rules["merge_metadata"].matched and report.rules["fuse_permute"].rewritten
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_are_those_of_eager_in_more_programs(form: str) -> None:
     seeds = FORMS[form][1]
-    merges = check(form, range(seeds.stop, seeds.stop + 10 * len(seeds)))
-    assert 0 < merges.rewritten < merges.matched  # both happen
+    report = check(form, range(seeds.stop, seeds.stop + 10 * len(seeds)))
+    for rule in ("merge_metadata", "fuse_permute"):
+        assert 0 < report.rules[rule].rewritten < report.rules[rule].matched  # both happen

@@ -19,7 +19,11 @@ from torch.fx.immutable_collections import immutable_list
 from torch.utils._pytree import tree_leaves
 
 METADATA = "get_cutlass_moe_mm_data"
-QUANTS = ("mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant")
+SHUFFLE = "shuffle_rows"
+QUANT = "mxfp4_experts_quant"
+QUANTS = (QUANT, "silu_and_mul_mxfp4_experts_quant")
+FUSED = "moe_permute_mxfp4_quant"
+ROUTING = (METADATA, FUSED)  # what gives metadata, by the same names
 ALLOCATIONS = {
     torch.empty, torch.zeros, torch.full, torch.empty_like, torch.zeros_like, "new_empty", "new_zeros",
     torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default,
@@ -123,6 +127,37 @@ class Call:
         form = auto or (Form.MUTATING if target._schema.is_mutable else Form.FUNCTIONAL)
         return cls(node, target, form)
 
+    @classmethod
+    def add(cls, op: str, like: "Call", given: dict[str, tuple[object, object]]) -> "Call":
+        """A call of an op, in the form of another and at the graph's insertion point; buffers are still to be given.
+
+        ``given`` has each argument with the value that it had in eager mode.
+        """
+        packet = getattr(torch.ops.mxfp4_ops, op)
+        overload = packet.default if like.form is Form.FUNCTIONAL else packet.out
+        target: Callable = overload
+        args, kwargs = [], {}
+        for argument in overload._schema.arguments:
+            if argument.name in given and like.form in (Form.FUNCTIONAL, Form.MUTATING) and not argument.kwarg_only:
+                args.append(given[argument.name])
+            elif argument.name in given:
+                kwargs[argument.name] = given[argument.name]
+            elif like.form is Form.AUTO_V1:
+                kwargs[argument.name] = None, None
+            elif like.form is Form.AUTO_V2:
+                kwargs[f"_{argument.name}_base_index"] = None, None
+        recorded: tuple | None = None
+        if like.form is Form.AUTO_V1:
+            target, args = auto_functionalized, [(overload, None)]
+            recorded = (None,) * (1 + len(_signature(overload)[2]))
+        elif like.form is Form.AUTO_V2:
+            target, args, recorded = auto_functionalized_v2, [(overload, None)], (None,)
+            kwargs["_all_bases"] = [], immutable_list()
+        node = like._new_node(target, tuple(a for a, _ in args), {k: a for k, (a, _) in kwargs.items()}, recorded)
+        if "eager_input_vals" in like.node.meta:
+            node.meta["eager_input_vals"] = tuple(e for _, e in args), {k: e for k, (_, e) in kwargs.items()}
+        return cls(node, overload, like.form)
+
     # Arguments
 
     def argument(self, name: str) -> object:
@@ -133,6 +168,21 @@ class Call:
         if self.form in (Form.FUNCTIONAL, Form.MUTATING) and position < len(self.node.args):
             return self.node.args[position]
         return self.defaults[name]
+
+    def eager(self, name: str) -> object:
+        """The value that a parameter had in eager mode, where that is kept."""
+        args, kwargs = self.node.meta.get("eager_input_vals", ((), {}))
+        position = self.parameters.index(name)
+        if self.form in (Form.FUNCTIONAL, Form.MUTATING) and position < len(args):
+            return args[position]
+        return kwargs.get(name)
+
+    def hidden_size(self) -> object:
+        """Of a call that gives metadata: the k in its problem sizes."""
+        if self.op == METADATA:
+            return self.argument("k")
+        hidden_states = value(self.argument("hidden_states"))
+        return None if hidden_states is None else hidden_states.shape[1]
 
     def set_argument(self, name: str, new: fx.Node) -> None:
         position = self.parameters.index(name)
@@ -186,10 +236,24 @@ class Call:
     def recorded(self, name: str) -> object:
         """What tracing recorded for a result; of one that is still to be added, what would be."""
         if not self.has_result(name):
-            ids = value(self.argument("topk_ids"))
-            return None if ids is None else ids.new_empty((ids.shape[0] * ids.shape[1],), dtype=torch.int32)
+            return self.fresh(name)
+        if self.form is Form.MUTATING:
+            return value(self.argument(name))
         item = self.recorded_item(self.index(name))
         return item if item is None or self.form is not Form.AUTO_V2 else self._view_of(name, item)
+
+    def fresh(self, name: str) -> torch.Tensor | None:
+        """What tracing would record for a result of metadata that is a tensor of its own."""
+        ids, experts = value(self.argument("topk_ids")), self.argument("num_experts")
+        if ids is None:
+            return None
+        shapes = {"expert_offsets": (experts + 1,), "blockscale_offsets": (experts + 1,)}
+        shapes |= {"problem_sizes1": (experts, 3), "problem_sizes2": (experts, 3)}
+        return ids.new_empty(shapes.get(name, (ids.shape[0] * ids.shape[1],)), dtype=torch.int32)
+
+    def item_nodes(self) -> list[fx.Node]:
+        """The nodes that take one item of what the call returns."""
+        return [user for user in self.node.users if user.target is operator.getitem]
 
     def items(self) -> range:
         """Indices of what an auto-functionalized call returns, the buffers as they were written."""
@@ -235,7 +299,7 @@ class Call:
     def result(self, name: str) -> fx.Node:
         """A node right after the call that holds a result; where the buffer was not given, it is made and added."""
         if not self.has_result(name):
-            self._add_buffer(name)
+            self.add_buffer(name)
         if self.form is Form.MUTATING:
             return self.argument(name)
         if self.form is Form.FUNCTIONAL:
@@ -278,25 +342,31 @@ class Call:
         with base.graph.inserting_after(base):
             return self._new_node(target, (base, *args), recorded=self._view_of(name, value(base)))
 
-    def _add_buffer(self, name: str) -> None:
-        """Give the metadata call a fresh int32 buffer for a result of one entry a routed row."""
-        ids = self.argument("topk_ids")
-        like, recorded = value(ids), self.recorded(name)
+    def add_buffer(self, name: str, recorded: torch.Tensor | None = None) -> None:
+        """Give the call a fresh int32 buffer for a result of metadata; ``recorded`` is of the result, if it has one."""
+        ids, like = self.argument("topk_ids"), self.fresh(name)
         with self.node.graph.inserting_before(self.node):
             options = {"dtype": torch.int32, "device": like.device, "pin_memory": False}
-            size = self._product(ids, recorded.shape[0])
-            buffer = self._new_node(torch.ops.aten.empty.memory_format, ([size],), options, recorded)
+            size = [self._product(ids, n) for n in like.shape]
+            if self.form is Form.MUTATING and recorded is not None:
+                like = recorded
+            buffer = self._new_node(torch.ops.aten.empty.memory_format, (size,), options, like)
+        self._give(name, buffer, like, like if recorded is None else recorded)
+
+    def _give(self, name: str, buffer: fx.Node, eager: object, recorded: object) -> None:
         if self.form is Form.AUTO_V2:
-            self._add_base(name, buffer)
-        else:
-            self.set_argument(name, buffer)
+            index = {f"_{name}_base_index": len(self.node.kwargs["_all_bases"])}
+            # As with the other arguments that are no nodes, nothing is kept for the index.
+            self._add_bases([buffer], [eager], [recorded], index, dict.fromkeys(index))
+            return
+        self._set_kwargs({name: buffer}, {name: eager})
         if self.form is Form.AUTO_V1 and value(self.node) is not None:
             results = list(value(self.node))
             results[1 + self.written.index(name)] = recorded
             set_value(self.node, tuple(results), self.node)
 
     def _product(self, ids: fx.Node, rows: "int | torch.SymInt") -> "int | fx.Node":
-        """The number of elements of ids, computed in the graph where it is no constant."""
+        """A number: where it is no constant that of the elements of ids, computed in the graph."""
         if not isinstance(rows, torch.SymInt):
             return rows
         sizes = [
@@ -307,12 +377,26 @@ class Call:
         ]
         return self._new_node(operator.mul, tuple(sizes), recorded=rows)
 
-    def _add_base(self, name: str, buffer: fx.Node) -> None:
-        bases = [*self.node.kwargs["_all_bases"], buffer]
-        index = {f"_{name}_base_index": len(bases) - 1}
-        eager = self.node.meta.get("eager_input_vals", ((), {}))[1]
-        values = immutable_list([*eager.get("_all_bases", ()), value(buffer)])
-        # As with the other arguments that are no nodes, nothing is kept for the index.
-        self._set_kwargs({"_all_bases": bases, **index}, {"_all_bases": values, **dict.fromkeys(index)})
+    def _add_bases(self, bases: list, eager: list, recorded: list, arguments: dict, values: dict) -> None:
+        kept = self.node.meta.get("eager_input_vals", ((), {}))[1].get("_all_bases", ())
+        arguments = {"_all_bases": [*self.node.kwargs["_all_bases"], *bases], **arguments}
+        self._set_kwargs(arguments, {"_all_bases": immutable_list([*kept, *eager]), **values})
         if value(self.node) is not None:
-            set_value(self.node, (*value(self.node), value(buffer)), self.node)
+            set_value(self.node, (*value(self.node), *recorded), self.node)
+
+    def take_buffers(self, other: "Call") -> None:
+        """Write what another call of the same form writes, which has the same names."""
+        if self.form is not Form.AUTO_V2:
+            for name in other.written:
+                if other.has_result(name):
+                    self._give(name, other.argument(name), other.eager(name), other.recorded(name))
+            return
+        shift, arguments = len(self.node.kwargs["_all_bases"]), {}
+        for name in other.written:
+            if other.has_result(name):
+                arguments |= {f"_{name}_base_index": shift + other._base(name), **other.view_arguments(name)}
+        eager = other.node.meta.get("eager_input_vals", ((), {}))[1]
+        bases = other.node.kwargs["_all_bases"]
+        recorded = [other.recorded_item(index) for index in other.items()]
+        values = {name: eager.get(name) for name in arguments}
+        self._add_bases(bases, eager.get("_all_bases", ()), recorded, arguments, values)

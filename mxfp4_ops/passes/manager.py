@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import merge_metadata, sorted_ids
+from . import fuse_permute, merge_metadata, sorted_ids
 from .effects import nested_module
 from .exported import Exported
 from .provenance import GRAPH_INPUT, SUBGRAPH_INPUT, Tensors
@@ -18,8 +18,9 @@ from .report import Report, Skipped
 
 log = logging.getLogger("mxfp4_ops.passes")
 
-# Merging comes first: offsets of two identical calls are then offsets of one.
-RULES = (merge_metadata, sorted_ids)
+# Merging comes first: offsets of two identical calls are then offsets of one. Fusing comes last, for what is left of a
+# metadata call that it takes the place of, such as ids for other quants, is then known.
+RULES = (merge_metadata, sorted_ids, fuse_permute)
 
 SOURCES = Path(__file__).parent
 
@@ -46,6 +47,7 @@ class MXFP4Passes(CustomGraphPass):
     Args:
         sorted_expert_ids: rule 1, a quant on offset search takes the sorted_expert_ids of its metadata call.
         merge_metadata: rule 2, metadata calls with equal arguments become one.
+        fuse_permute: rule 3, shuffle and quant, and the metadata call where it can go, become moe_permute_mxfp4_quant.
         log_graphs: log each graph before and after at INFO.
 
     Put an instance into ``torch._inductor.config.post_grad_custom_pre_pass``, or let ``mxfp4_ops.compile`` do it beside
@@ -54,9 +56,18 @@ class MXFP4Passes(CustomGraphPass):
     """
 
     def __init__(
-        self, *, sorted_expert_ids: bool = True, merge_metadata: bool = True, log_graphs: bool = False
+        self,
+        *,
+        sorted_expert_ids: bool = True,
+        merge_metadata: bool = True,
+        fuse_permute: bool = True,
+        log_graphs: bool = False,
     ) -> None:
-        self.options = {"merge_metadata": merge_metadata, "sorted_expert_ids": sorted_expert_ids}
+        self.options = {
+            "merge_metadata": merge_metadata,
+            "sorted_expert_ids": sorted_expert_ids,
+            "fuse_permute": fuse_permute,
+        }
         self.log_graphs = log_graphs
         self.report = Report()
         self._skipped: WeakKeyDictionary[fx.Graph, list[Skipped]] = WeakKeyDictionary()
@@ -149,6 +160,7 @@ def rewrite(program: "fx.GraphModule | torch.export.ExportedProgram", **options:
         rule               matched  rewritten  skipped
         merge_metadata           0          0        0
         sorted_expert_ids        1          1        0
+        fuse_permute             1          1        0
     """
     if isinstance(program, fx.GraphModule):
         module, exported = program, None

@@ -1,14 +1,18 @@
 """Rule 2: metadata calls with equal arguments are one call, for the permutation is deterministic.
 
+The first may be a moe_permute_mxfp4_quant, which gives metadata, too.
+
 Not so where somebody could tell: by a write, by what is returned or lies in a buffer of the caller, or by a layout.
 """
 
 import operator
 
+import torch
 from torch import fx
 
 from .calls import (
     ALLOCATIONS,
+    METADATA,
     Call,
     Form,
     record_anew,
@@ -24,7 +28,7 @@ from .provenance import OUTPUT, Tensors
 from .report import RuleReport
 
 NAME = "merge_metadata"
-_INPUTS = ("topk_ids", "num_experts", "n", "k", "is_gated", "expert_map")
+_INPUTS = ("topk_ids", "num_experts", "n", "is_gated", "expert_map")
 
 # What takes the place of what: for an item or a buffer of the second call the name of a result of the first, or the
 # index of an item that holds several.
@@ -34,9 +38,10 @@ Plan = dict[fx.Node, "str | int"]
 def apply(tensors: Tensors, report: RuleReport) -> None:
     numbers = Numbers(tensors)
     kept: dict[tuple, Call] = {}
-    for call in list(tensors.metadata_calls):
-        first = kept.setdefault(tuple(numbers.of(call.argument(name)) for name in _INPUTS), call)
-        if first is call:
+    for call in list(tensors.routing_calls):
+        key = _key(numbers, call)
+        first = kept.setdefault(key, call)
+        if first is call or call.op != METADATA:
             continue
         report.matched += 1
         its_own = _written_result(tensors, call)
@@ -44,18 +49,22 @@ def apply(tensors: Tensors, report: RuleReport) -> None:
         if isinstance(found, str):
             report.skip(call.node, found)
             if not its_own:  # what follows may be equal to this one where it is not to the first
-                kept[tuple(numbers.of(call.argument(name)) for name in _INPUTS)] = call
+                kept[key] = call
             continue
         _merge(tensors, first, call, found)
         report.rewritten += 1
 
 
-def _items(call: Call) -> list[fx.Node]:
-    return [user for user in call.node.users if user.target is operator.getitem]
+def _key(numbers: Numbers, call: Call) -> tuple:
+    """Equal for calls whose arguments are; a width that no number of the graph stands for is like no other."""
+    k = call.hidden_size()
+    return numbers.of(call if isinstance(k, torch.SymInt) else k), *(
+        numbers.of(call.argument(name)) for name in _INPUTS
+    )
 
 
 def _written_result(tensors: Tensors, call: Call) -> str | None:
-    for item in _items(call):
+    for item in call.item_nodes():
         if writer := tensors.first_write(item, call.node):
             return f"a result {tensors.is_written(item, writer)} later, by {name_of(writer)}"
     return None
@@ -85,7 +94,7 @@ def _plan(tensors: Tensors, numbers: Numbers, first: Call, second: Call) -> Plan
 
 def _plan_items(tensors: Tensors, numbers: Numbers, first: Call, second: Call) -> Plan | str:
     plan, seen = {}, {}
-    for item in _items(second):
+    for item in second.item_nodes():
         if not item.users:
             continue
         index = item.args[1]
@@ -134,32 +143,32 @@ def _same_buffer(numbers: Numbers, first: Call, second: Call, index: int) -> int
 
 
 def _plan_raw(tensors: Tensors, numbers: Numbers, first: Call, second: Call) -> Plan | str:
-    if first.form is not second.form:
+    if {first.form, second.form} & {Form.AUTO_V1, Form.AUTO_V2}:
         return "one call writes buffers and the other does not"
     plan = {}
-    for name in second.written:
-        ours, theirs = first.argument(name), second.argument(name)
-        if theirs is None:
-            continue
+    for theirs, name in _raw_results(second):
+        ours = first.argument(name) if first.form is Form.MUTATING else None
         if ours is theirs or (ours is not None and tensors.storages_tell and same_place(value(ours), value(theirs))):
             if writer := tensors.first_write(ours, first.node, second.node):
                 return f"{name} {tensors.is_written(ours, writer)} between the calls, by {name_of(writer)}"
             continue
-        if not _is_fresh(tensors, second, theirs) or not (ours is None or _is_fresh(tensors, first, ours)):
+        buffers = [(first, ours), (second, theirs if second.form is Form.MUTATING else None)]
+        if any(buffer is not None and not tensors.is_fresh(call, buffer) for call, buffer in buffers):
             return f"the calls write different buffers, and {name} is more than a fresh one"
-        if not same_layout(value(theirs), first.recorded(name) if ours is None else value(ours)):
+        if not same_layout(value(theirs), first.recorded(name)):
             return f"{name} is laid out differently"
-        if ours is not None and _are_told_apart(tensors.seen(ours), tensors.seen(theirs)):
+        place = ours if first.form is Form.MUTATING else (first.node, first.index(name))
+        if place is not None and _are_told_apart(tensors.seen(place), tensors.seen(theirs)):
             return f"{name} of both calls is seen outside of the graph"
         plan[theirs] = name
     return plan
 
 
-def _is_fresh(tensors: Tensors, call: Call, buffer: fx.Node) -> bool:
-    """Whether a buffer is allocated in the graph for this call alone: nobody else writes it or has seen it before."""
-    if buffer.target not in ALLOCATIONS or tensors.writers(buffer) != [call.node]:
-        return False
-    return not any(user < call.node for user in buffer.users)
+def _raw_results(call: Call) -> list[tuple[fx.Node, str]]:
+    """The buffers of a raw call, or of a functional one the items in use, each with the name of the result in it."""
+    if call.form is Form.MUTATING:
+        return [(call.argument(name), name) for name in call.written if call.has_result(name)]
+    return [(item, call.results[item.args[1]]) for item in call.item_nodes() if item.users]
 
 
 def _record_views(old: object, users: list[fx.Node]) -> None:
@@ -181,7 +190,7 @@ def _merge(tensors: Tensors, first: Call, second: Call, plan: Plan) -> None:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not second.node)
         tensors.join(old, new)
         _record_views(value(old), views)
-    for item in _items(second):
+    for item in second.item_nodes():
         graph.erase_node(item)
     tensors.forget(second)
     graph.erase_node(second.node)

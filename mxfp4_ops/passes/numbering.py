@@ -28,7 +28,7 @@ class Numbers:
         self._known: dict[object, int] = {}
         self._numbers: dict[fx.Node, int] = {}
         self._roots: dict[int, int] = {}
-        if len(tensors.metadata_calls) > 1:
+        if len(tensors.routing_calls) > 1:
             for node in tensors.graph.nodes:
                 self._numbers[node] = self._number(node)
 

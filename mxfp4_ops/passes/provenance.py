@@ -1,7 +1,7 @@
 """Where a tensor of a graph comes from, whose memory is whose, who writes it on the way, and who sees it in the end."""
 
 import operator
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .calls import ALLOCATIONS, METADATA, Call, Form, has_storage, same_place, same_storage, tensors_in, value
+from .calls import ALLOCATIONS, ROUTING, SHUFFLE, Call, Form, has_storage, same_place, same_storage, tensors_in, value
 from .effects import AUTO, Effects, attribute, base_name, name_of, nested_module, shared_by, written_by
 from .exported import Exported
 
@@ -39,7 +39,7 @@ _MOVES = {"set_", "resize_", "resize_as_", "swap_tensors"}
 
 @dataclass(frozen=True)
 class Origin:
-    """A tensor is this result of this metadata call."""
+    """A tensor is this result of this call."""
 
     call: Call
     result: str
@@ -54,22 +54,24 @@ class Tensors:
     def __init__(self, graph: fx.Graph, nested: bool = False, exported: Exported | None = None) -> None:
         self.graph, self.nested, self.exported = graph, nested, exported or Exported()
         self.calls = {node: call for node in graph.nodes if (call := Call.parse(node)) is not None}
-        self.metadata_calls = [call for call in self.calls.values() if call.op == METADATA]
+        self.routing_calls = [call for call in self.calls.values() if call.op in ROUTING]
         self.storages_tell = not any(base_name(node) in _MOVES for node in graph.nodes)
         self._inner: dict[fx.GraphModule, Effects] = {}
         self._effects = {node: self._effects_of(node) for node in graph.nodes if _is_higher_order(node)}
         self._parents: dict[object, object] = {}
         self._keys: dict[object, object] = {}
         self._writers: dict[object, list[fx.Node]] = {}
+        self._touching: dict[object, list[fx.Node]] = {}
         self._seen: dict[object, set] = {}
         self._items: dict[object, fx.Node] = {}
         for node in graph.nodes:
             self._place(node)
         for node in graph.nodes:
-            for memory in {self.memory(tensor) for tensor in self._written_by(node)}:
-                self._writers.setdefault(memory, []).append(node)
-        items = (user for call in self.metadata_calls if call.form is Form.AUTO_V2 for user in call.node.users)
-        self._items = {self.memory(item): item for item in items if self.is_item(item)}
+            for index, memory in self._indexed(node):
+                index.setdefault(memory, []).append(node)
+        followed = [call for call in self.calls.values() if call.op in (*ROUTING, SHUFFLE)]
+        items = (item for call in followed if call.form is Form.AUTO_V2 for item in call.item_nodes())
+        self._items = {self.memory(item): item for item in items}
         self._find_seen()
 
     # Memory: classes of what may share it
@@ -91,8 +93,9 @@ class Tensors:
         if a is b:
             return
         self._parents[a] = b
-        if a in self._writers:
-            self._writers[b] = sorted({*self._writers.pop(a), *self._writers.get(b, ())})
+        for index in (self._writers, self._touching):
+            if a in index:
+                index[b] = sorted({*index.pop(a), *index.get(b, ())})
         if a in self._seen:
             self._seen[b] = self._seen.pop(a) | self._seen.get(b, set())
         if a in self._items:
@@ -104,12 +107,14 @@ class Tensors:
             self.join(node, (node.args[0], node.args[1]))
         elif node.op == "get_attr":
             self.join(node, ("attribute", node.target))
-        if node not in self.calls and node.op != "output":  # of several results, each has memory of its own
+        call = self.calls.get(node)
+        # Of several results, each has memory of its own.
+        if node.op != "output" and (call is None or (call.form is Form.FUNCTIONAL and len(call.results) == 1)):
             recorded = [*tensors_in(value(node)), attribute(node), self.exported.given.get(node)]
             for storage in {StorageWeakRef(t.untyped_storage()) for t in recorded if has_storage(t)}:
                 self.join(node, storage)
         if not self.is_item(node):
-            for source in shared_by(node, self.calls.get(node), self._effects.get(node), self.storages_tell):
+            for source in shared_by(node, call, self._effects.get(node), self.storages_tell):
                 self.join(node, source)
 
     def is_item(self, node: fx.Node) -> bool:
@@ -121,6 +126,12 @@ class Tensors:
 
     def _written_by(self, node: fx.Node) -> list[fx.Node]:
         return written_by(node, self.calls.get(node), self._effects.get(node))
+
+    def _indexed(self, node: fx.Node) -> Iterator[tuple[dict[object, list[fx.Node]], object]]:
+        """The memories that a node writes, and those that it touches in any way, each with the index of such nodes."""
+        for index, tensors in ((self._writers, self._written_by(node)), (self._touching, node.all_input_nodes)):
+            for memory in {self.memory(tensor) for tensor in tensors}:
+                yield index, memory
 
     def writers(self, tensor: object) -> list[fx.Node]:
         """All nodes that write the memory of a tensor, in order."""
@@ -145,12 +156,53 @@ class Tensors:
             return "is in a buffer of which another part is written"
         return "is written"
 
+    def touching(self, tensor: object, after: fx.Node, until: fx.Node) -> list[fx.Node]:
+        """The nodes behind ``after`` and no later than ``until`` that read, write or view the memory of a tensor."""
+        nodes = self._touching.get(self.memory(tensor), [])
+        return nodes[bisect_right(nodes, after) : bisect_right(nodes, until)]
+
+    def last_touch(self, tensor: object, before: fx.Node) -> fx.Node | None:
+        """The last node before another that reads, writes or views the memory of a tensor."""
+        nodes = self._touching.get(self.memory(tensor), [])
+        index = bisect_left(nodes, before)
+        return nodes[index - 1] if index else None
+
+    def share(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two tensors may have an element in common."""
+        return self.memory(a) is self.memory(b) and not (self.storages_tell and _are_apart(value(a), value(b)))
+
+    def is_view(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether a node does nothing but look at the memory of a tensor, or what may be it."""
+        if node.op not in ("call_function", "call_method") or _is_higher_order(node) or self._written_by(node):
+            return False
+        return self.memory(node) is self.memory(source)
+
+    def is_fresh(self, call: Call, buffer: fx.Node) -> bool:
+        """Whether a buffer is allocated for this call alone: nobody else writes it or has seen it before."""
+        if buffer.target not in ALLOCATIONS or self.writers(buffer) != [call.node]:
+            return False
+        return not any(user < call.node for user in buffer.users)
+
+    # Calls that come and go
+
     def forget(self, call: Call) -> None:
         """A call is about to be erased."""
-        for memory in {self.memory(tensor) for tensor in self._written_by(call.node)}:
-            writers = self._writers[memory]
-            del writers[bisect_left(writers, call.node)]
+        for index, memory in self._indexed(call.node):
+            del index[memory][bisect_left(index[memory], call.node)]
         del self.calls[call.node]
+
+    def learn(self, call: Call) -> None:
+        """A call was added, with all its buffers."""
+        self.calls[call.node] = call
+        for index, memory in self._indexed(call.node):
+            insort(index.setdefault(memory, []), call.node)
+
+    def hand_over(self, item: fx.Node, call: Call, index: int) -> None:
+        """Make the item of a call that is about to be erased that of another; what reads it stays as it is."""
+        item.args = (call.node, index)
+        self.join(item, (call.node, index))
+        if call.form is Form.AUTO_V2:
+            self._items[self.memory(item)] = item
 
     # Who sees a tensor outside of the graph
 
@@ -222,50 +274,54 @@ class Tensors:
 
     # Provenance
 
-    def origin(self, tensor: object, user: fx.Node) -> Origin | str:
-        """The metadata result that a tensor is when ``user`` reads it, or the reason why that is not known."""
+    def origin(self, tensor: object, user: fx.Node, ops: tuple[str, ...] = ROUTING) -> Origin | str:
+        """The result of one of ``ops`` that a tensor is when ``user`` reads it, or the reason why that is not known."""
         if not isinstance(tensor, fx.Node):
             return "is not a tensor of the graph"
         node = tensor
         while True:
-            found = self._result(node, user) or self._written_buffer(node, user)
+            found = self._result(node, user, ops) or self._written_buffer(node, user, ops)
             if found is not None:
                 return found
             if reason := self._obstacle(node):
                 return reason
             node = node.args[0]
 
-    def _result(self, node: fx.Node, user: fx.Node) -> Origin | str | None:
+    def _result(self, node: fx.Node, user: fx.Node, ops: tuple[str, ...]) -> Origin | str | None:
         """The origin of what is a result of a call, or in the form AUTO_V2 a view of its result."""
         item = node if self.is_item(node) else self._items.get(self.memory(node))
-        if item is None:
+        call = self.calls.get(node if item is None else item.args[0])
+        if call is None or (item is None and (call.op not in ops or len(call.results) > 1)):
             return None
-        call = self.calls[item.args[0]]
-        if call.op != METADATA:
+        if call.op not in ops:
             return f"is a result of {call.op}"
-        name = call.result_at(item.args[1], value(node), whole=item is node)
+        name = call.results[0] if item is None else call.result_at(item.args[1], value(node), whole=item is node)
         if name is None:
             return "is part of a larger buffer" if item is node else None
         if writer := self.first_write(node, call.node, user):
-            return f"{self.is_written(node, writer)} after the metadata call, by {name_of(writer)}"
+            return self._is_written_after(node, writer, ops)
         return Origin(call, name)
 
-    def _written_buffer(self, node: fx.Node, user: fx.Node) -> Origin | str | None:
-        """The origin of a buffer that a raw metadata call wrote last."""
+    def _written_buffer(self, node: fx.Node, user: fx.Node, ops: tuple[str, ...]) -> Origin | str | None:
+        """The origin of a buffer that a raw call wrote last."""
         writer = self.last_write(node, user)
         if writer is None:
             return None
-        if self._is_raw_metadata(writer):
+        if self._is_raw(writer, ops):
             call = self.calls[writer]
             return next((Origin(call, name) for name in call.written if self._is_buffer(call, name, node)), None)
         writers = self.writers(node)
-        if any(map(self._is_raw_metadata, writers[: bisect_left(writers, user)])):
-            return f"{self.is_written(node, writer)} after the metadata call, by {name_of(writer)}"
+        if any(self._is_raw(other, ops) for other in writers[: bisect_left(writers, user)]):
+            return self._is_written_after(node, writer, ops)
         return None
 
-    def _is_raw_metadata(self, node: fx.Node) -> bool:
+    def _is_written_after(self, node: fx.Node, writer: fx.Node, ops: tuple[str, ...]) -> str:
+        where = "the metadata call" if ops is ROUTING else "the shuffle"
+        return f"{self.is_written(node, writer)} after {where}, by {name_of(writer)}"
+
+    def _is_raw(self, node: fx.Node, ops: tuple[str, ...]) -> bool:
         call = self.calls.get(node)
-        return call is not None and call.op == METADATA and call.form is Form.MUTATING
+        return call is not None and call.op in ops and call.form is Form.MUTATING
 
     def _is_buffer(self, call: Call, name: str, node: fx.Node) -> bool:
         """Whether a node is the buffer that a raw call was given for a result, by itself or as the same view of it."""

@@ -11,7 +11,7 @@ NAME = "sorted_expert_ids"
 def apply(tensors: Tensors, report: RuleReport) -> None:
     for quant in [call for call in tensors.calls.values() if call.op in QUANTS]:
         report.matched += 1
-        found = _metadata_call(tensors, quant)
+        found = _source_of_ids(tensors, quant)
         if isinstance(found, str):
             report.skip(quant.node, found)
         else:
@@ -19,30 +19,37 @@ def apply(tensors: Tensors, report: RuleReport) -> None:
             report.rewritten += 1
 
 
-def _metadata_call(tensors: Tensors, quant: Call) -> Call | str:
+def _source_of_ids(tensors: Tensors, quant: Call) -> Call | str:
     """The metadata call whose ids the quant may take, or why it may take none."""
     if quant.argument("sorted_expert_ids") is not None:
         return "has sorted_expert_ids already"
-    calls = []
-    for name in ("expert_offsets", "blockscale_offsets"):
-        origin = tensors.origin(quant.argument(name), quant.node)
+    found = metadata_call(tensors, quant)
+    return found if isinstance(found, str) else _reason_against(tensors, quant, found) or found
+
+
+def metadata_call(tensors: Tensors, quant: Call, *more: tuple[Call, str, str]) -> Call | str:
+    """The one call that gives the offsets of a quant, or why there is none.
+
+    ``more`` has other arguments that are to be its results: the call that takes one, the parameter, and the result.
+    """
+    found = None
+    offsets = [(quant, name, name) for name in ("expert_offsets", "blockscale_offsets")]
+    for user, parameter, result in (*offsets, *more):
+        origin = tensors.origin(user.argument(parameter), user.node)
         if isinstance(origin, str):
-            return f"{name} {origin}"
-        if origin.result != name:
-            return f"{name} is the metadata call's {origin.result}"
-        calls.append(origin.call)
-    call = calls[0]
-    if call is not calls[1]:
-        return "expert_offsets and blockscale_offsets come from two metadata calls"
-    return _reason_against(tensors, quant, call) or call
+            return f"{parameter} {origin}"
+        if origin.result != result:
+            return f"{parameter} is the metadata call's {origin.result}"
+        if found not in (None, origin.call):
+            return f"expert_offsets and {parameter} come from two metadata calls"
+        found = origin.call
+    if tensors.are_parted(quant.node, found.node):
+        return "a module whose signature is preserved holds one of it and the metadata call and not the other"
+    theirs, ours = quant.argument("n_experts"), found.argument("num_experts")
+    return found if same_number(theirs, ours) else f"n_experts is {theirs}, num_experts of the metadata call {ours}"
 
 
 def _reason_against(tensors: Tensors, quant: Call, call: Call) -> str | None:
-    if tensors.are_parted(quant.node, call.node):
-        return "a module whose signature is preserved holds one of it and the metadata call and not the other"
-    theirs, ours = quant.argument("n_experts"), call.argument("num_experts")
-    if not same_number(theirs, ours):
-        return f"n_experts is {theirs}, num_experts of the metadata call {ours}"
     rows, ids = value(quant.argument("input")), value(call.argument("topk_ids"))
     if rows is None or ids is None or not same_number(rows.shape[0], ids.shape[0] * ids.shape[1]):
         shapes = [None if t is None else list(t.shape) for t in (rows, ids)]
