@@ -638,6 +638,21 @@ def results(op: str, returned: Tensor | tuple[Tensor, ...]) -> dict[str, Tensor]
     return dict(zip((r.name or "output" for r in overload(op, "default")._schema.returns), values, strict=True))
 
 
+def check_sample(op: str, name: str, layout: str, device: str) -> None:
+    """Both overloads against the oracle; the buffers of `.out` are laid out as `layout` says."""
+    any_nan = op == "mxfp4_dequantize"
+    made, want = sample(op, name, device), expected(op, name)
+    got = results(op, overload(op, "default")(*made.args, **made.kwargs))
+    for result, t in want.items():
+        assert_same(got[result], t, f"{op} {name} {result}", any_nan)
+
+    want = expected(op, name, out=True)
+    out = buffers(op, name, device, layout)
+    overload(op, "out")(*made.args, **made.kwargs, **{result: b.view for result, b in out.items()})
+    for result, b in out.items():
+        b.check(want[result], f"{op} {name} {result} into a {layout} buffer", any_nan)
+
+
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     """The graph of `call`, warmed up on a side stream, and what it returned."""
     stream = torch.cuda.Stream()

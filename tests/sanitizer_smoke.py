@@ -38,20 +38,6 @@ BAD = (
 )
 
 
-def check_sample(op: str, name: str, layout: str, device: str) -> None:
-    any_nan = op == "mxfp4_dequantize"
-    made, want = samples.sample(op, name, device), samples.expected(op, name)
-    got = samples.results(op, samples.overload(op, "default")(*made.args, **made.kwargs))
-    for result, t in want.items():
-        samples.assert_same(got[result], t, f"{op} {name} {result}", any_nan)
-
-    want = samples.expected(op, name, out=True)
-    out = samples.buffers(op, name, device, layout)
-    samples.overload(op, "out")(*made.args, **made.kwargs, **{result: b.view for result, b in out.items()})
-    for result, b in out.items():
-        b.check(want[result], f"{op} {name} {result} into a {layout} buffer", any_nan)
-
-
 def call_with_bad_offsets(op: str, bad: tuple, device: str) -> None:
     """Both overloads; what they compute has no meaning, but stays inside the tensors."""
     offsets = [torch.tensor(t, dtype=torch.int32, device=device) for t in bad[:2]]
@@ -78,27 +64,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--every", type=int, default=1, help="take every n-th sample")
-    parser.add_argument("--ops", nargs="+", choices=samples.SAMPLES, help="the samples of these alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     cases = []
     for op, name in samples.CASES:
-        if args.ops and op not in args.ops:
-            continue
         made = samples.sample(op, name, "cpu")
         if sum(t.numel() for t in made.args if isinstance(t, torch.Tensor)) <= LARGEST:
             cases.append((op, name))
     for i, (op, name) in enumerate(cases[:: args.every]):
-        check_sample(op, name, samples.OUT_LAYOUTS[i % len(samples.OUT_LAYOUTS)], args.device)
+        samples.check_sample(op, name, samples.OUT_LAYOUTS[i % len(samples.OUT_LAYOUTS)], args.device)
 
-    for bad in BAD if not args.ops else ():
+    for bad in BAD:
         for op in (*samples.QUANT_OPS, "mxfp4_dequantize"):
             if op in samples.QUANT_OPS or bad[2] is None:
                 call_with_bad_offsets(op, bad, args.device)
+    # Small samples take the ways of many slots, too, when they must.
+    routing = [case for case in cases if case[0] in (samples.METADATA_OP, samples.PERMUTE_OP)]
+    for without in ("few_slots", "few_slots,clusters,dependent_launch"):
+        os.environ["MXFP4_OPS_CUDA_WITHOUT"] = without
+        for op, name in routing[:: 3 * args.every]:
+            samples.check_sample(op, name, samples.OUT_LAYOUTS[0], args.device)
+    del os.environ["MXFP4_OPS_CUDA_WITHOUT"]
     if args.device == "cuda":
         torch.cuda.synchronize()
-    check_sample(*cases[0], samples.OUT_LAYOUTS[0], args.device)
+    samples.check_sample(*cases[0], samples.OUT_LAYOUTS[0], args.device)
     print(f"OK: {len(cases[:: args.every])} samples, mxfp4_ops {mxfp4_ops.__version__} on {args.device}")
 
 

@@ -273,13 +273,15 @@ def test_memory_comes_from_the_caching_allocator() -> None:
     x, topk_ids = static_inputs(2000)
     chain(x, topk_ids)
     torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()
-    for _ in range(50):
-        chain(x, topk_ids)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_reserved() == reserved
-    assert free - torch.cuda.mem_get_info()[0] < 16 << 20, "device memory went beside the caching allocator"
+    reserved, taken = torch.cuda.memory_reserved(), []
+    for _ in range(10):  # other processes use the device, too, but not in each of ten
+        free, _ = torch.cuda.mem_get_info()
+        for _ in range(50):
+            chain(x, topk_ids)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() == reserved
+        taken.append(free - torch.cuda.mem_get_info()[0])
+    assert min(taken) < 16 << 20, "device memory went beside the caching allocator"
 
 
 # Empty inputs, devices, determinism -----------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Each way that a launch can take on the GPU gives the same bytes: sizes choose, and MXFP4_OPS_CUDA_WITHOUT forces."""
 
-import functools
 from collections.abc import Callable
 
 import pytest
 import samples
 import torch
-from sanitizer_smoke import check_sample
 from torch import Tensor
 
 import mxfp4_ops
@@ -28,19 +26,26 @@ WITHOUT = [
 ]
 
 
-@pytest.fixture(params=WITHOUT, ids=lambda without: without or "all")
-def without(request, monkeypatch) -> str:
-    monkeypatch.setenv("MXFP4_OPS_CUDA_WITHOUT", request.param)
-    return request.param
-
-
 OPS = [op for op in samples.SAMPLES if op not in ("shuffle_rows", "mxfp4_dequantize")]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_samples(op: str, without: str) -> None:
-    for i, name in enumerate(samples.SAMPLES[op]):
-        check_sample(op, name, samples.OUT_LAYOUTS[i % len(samples.OUT_LAYOUTS)], "cuda")
+def test_samples(op: str, monkeypatch) -> None:
+    """As the CPU, which test_ops.py compares with the oracle."""
+
+    def call(name: str, device: str) -> list[Tensor]:
+        made = samples.sample(op, name, device)
+        functional = samples.results(op, samples.overload(op, "default")(*made.args, **made.kwargs))
+        out = {result: samples.buffer(t.shape, t.dtype, "slice", device) for result, t in functional.items()}
+        samples.overload(op, "out")(*made.args, **made.kwargs, **{result: b.view for result, b in out.items()})
+        return [*functional.values(), *(b.memory for b in out.values())]
+
+    for name in samples.SAMPLES[op]:
+        want = call(name, "cpu")
+        for without in WITHOUT[1:]:
+            monkeypatch.setenv("MXFP4_OPS_CUDA_WITHOUT", without)
+            for i, (got, t) in enumerate(zip(call(name, "cuda"), want, strict=True)):
+                samples.assert_same(got, t, f"{op} {name} without {without}: result {i}")
 
 
 def route(m: int, topk: int, E: int, kind: str) -> Tensor:
@@ -58,7 +63,6 @@ def run(op: Callable, *args: object, out: bool) -> list[Tensor]:
     return list(op(*args, out=buffers))
 
 
-@functools.cache
 def inputs_and_results(m: int, topk: int, E: int, K: int, kind: str) -> list[tuple[Callable, tuple, list, list]]:
     """Each op, its arguments and what the CPU makes of them, functional and into buffers."""
     torch.manual_seed(m)
@@ -100,12 +104,14 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape: tuple[int, int, int, int, str], without: str) -> None:
+def test_shapes(shape: tuple[int, int, int, int, str], monkeypatch) -> None:
     for op, args, functional, into_buffers in inputs_and_results(*shape):
         on_gpu = [a.cuda() if isinstance(a, Tensor) else a for a in args]
-        with samples.poisoned_allocator("cuda", [t.numel() * t.element_size() for t in functional]):
-            results = run(op, *on_gpu, out=False)
-        for i, (got, want) in enumerate(zip(results, functional, strict=True)):
-            samples.assert_same(got, want, f"{op.__name__} result {i}")
-        for i, (got, want) in enumerate(zip(run(op, *on_gpu, out=True), into_buffers, strict=True)):
-            samples.assert_same(got, want, f"{op.__name__} buffer {i}")
+        for without in WITHOUT:
+            monkeypatch.setenv("MXFP4_OPS_CUDA_WITHOUT", without)
+            with samples.poisoned_allocator("cuda", [t.numel() * t.element_size() for t in functional]):
+                results = run(op, *on_gpu, out=False)
+            for i, (got, want) in enumerate(zip(results, functional, strict=True)):
+                samples.assert_same(got, want, f"{op.__name__} without {without}: result {i}")
+            for i, (got, want) in enumerate(zip(run(op, *on_gpu, out=True), into_buffers, strict=True)):
+                samples.assert_same(got, want, f"{op.__name__} without {without}: buffer {i}")
