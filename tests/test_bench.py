@@ -1,6 +1,7 @@
 """python -m mxfp4_ops bench: its peers and reference, routings, clocks, checks, table, JSON, plot and options."""
 
 import functools
+import json
 import importlib.util
 import re
 import subprocess
@@ -446,17 +447,40 @@ def test_a_peer_that_does_not_compile_is_left_out(monkeypatch, capsys):
         (["--from-json", "/no/such/file"], "--from-json: cannot read /no/such/file: No such file or directory"),
         (["--from-json", "TEXT"], "--from-json: TEXT is not JSON"),
         (["--from-json", "OTHER"], "--from-json: OTHER is not a result of this bench (format 1)"),
+        (["--from-json", "PART"], "--from-json: PART is not a result of this bench (format 1)"),
     ],
 )
 def test_bad_arguments(tmp_path, capsys, args, message):
     (tmp_path / "TEXT").write_text("text")
     (tmp_path / "OTHER").write_text("{}")
+    (tmp_path / "PART").write_text('{"format": 1, "options": {}, "floors": {}, "jobs": []}')
     (tmp_path / "FOLDER").mkdir()
-    places = {name: str(tmp_path / name) for name in ("TEXT", "OTHER", "FOLDER")}
+    places = {name: str(tmp_path / name) for name in ("TEXT", "OTHER", "PART", "FOLDER")}
     with pytest.raises(SystemExit) as error:
         bench(*(places.get(arg, arg) for arg in args))
     assert error.value.code == 2
     assert message in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+
+
+def test_ctrl_c_shows_what_had_ended(capsys, monkeypatch, tmp_path):
+    from mxfp4_ops.bench import cli
+
+    run_job, calls = cli._run_job, []
+
+    def interrupted(*args):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return run_job(*args)
+
+    monkeypatch.setattr(cli, "_run_job", interrupted)
+    file = tmp_path / "result.json"
+    options = ("--E", "4", "--m", "2,3", "--topk", "1", "--K", "64", "--peers", "none", "--device", "cpu")
+    assert bench(*options, "--json", str(file)) == 130
+    printed = capsys.readouterr()
+    assert "interrupted" in printed.err and len(json.loads(file.read_text())["jobs"]) == 1
+    assert bench("--from-json", str(file)) == 0
+    assert capsys.readouterr().out == printed.out
 
 
 def test_presets(capsys):

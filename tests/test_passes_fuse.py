@@ -880,3 +880,26 @@ def test_new_nodes_carry_meta_data(layer: str, form: str) -> None:
                 assert (kept is not None) == isinstance(given, (fx.Node, list))
                 assert not isinstance(given, list) or len(given) == len(kept)
     assert found == 1
+
+
+def test_a_row_buffer_of_several_shuffles() -> None:
+    """Each overwrites the rows of the one before: fused from the last to the first, in one run."""
+
+    class Layers(torch.nn.Module):
+        def forward(self, x: Tensor, topk_ids: Tensor) -> list[Tensor]:
+            data = mxfp4_ops.get_cutlass_moe_mm_data(topk_ids, E, N, K)
+            rows, results = x.new_empty(TOKENS * TOPK, K), []
+            for i in range(4):
+                mxfp4_ops.shuffle_rows(x + i, data.input_permutation, out=rows)
+                results += mxfp4_ops.mxfp4_experts_quant(rows, data.expert_offsets, data.blockscale_offsets, E)
+            return results
+
+    args = inputs()
+    want = Layers()(*args)
+    program = torch.export.export(Layers(), args).run_decompositions({})
+    assert counts(passes.rewrite(program))["fuse_permute"] == (4, 4, 0)
+    assert counts(passes.rewrite(program))["fuse_permute"] == (0, 0, 0)
+    assert same_bytes(program.module()(*args), want)
+    compiled = Compiled(Layers())  # which runs the passes twice
+    assert same_bytes(compiled(*args), want)
+    assert counts(compiled.report)["fuse_permute"] == (4, 4, 0)

@@ -212,7 +212,8 @@ def _run_job(job: jobs.Job, args: argparse.Namespace, device: torch.device, prog
     return entry
 
 
-def _run(args: argparse.Namespace, device: torch.device, sizes: list[jobs.Size]) -> dict:
+def _run(args: argparse.Namespace, device: torch.device, sizes: list[jobs.Size]) -> tuple[dict, bool]:
+    """The result, of the jobs that ended before Ctrl-C where that came, and whether it came."""
     settings = jobs.Settings(
         device=device,
         dtype=jobs.DTYPES[args.dtype],
@@ -244,22 +245,27 @@ def _run(args: argparse.Namespace, device: torch.device, sizes: list[jobs.Size])
         "floors": _entries(measure(subjects, clock, args.samples, progress.advance)),
         "jobs": [],
     }
-    for size in sizes:
-        if "compile" in args.peers:
-            torch.compiler.reset()  # each size is a compilation of its own, and Dynamo stops after a few
-        inputs = jobs.Inputs(size, settings)
-        for name in names:
-            result["jobs"].append(_run_job(jobs.build(name, inputs), args, device, progress))
-            if args.json:
-                report.save(result, args.json)  # each time, so that nothing measured is lost with a run that fails
+    interrupted = False
+    try:
+        for size in sizes:
+            if "compile" in args.peers:
+                torch.compiler.reset()  # each size is a compilation of its own, and Dynamo stops after a few
+            inputs = jobs.Inputs(size, settings)
+            for name in names:
+                result["jobs"].append(_run_job(jobs.build(name, inputs), args, device, progress))
+                if args.json:
+                    report.save(result, args.json)  # each time, so that nothing measured is lost with a run that fails
+    except KeyboardInterrupt:
+        interrupted = True
     progress.close()
-    return result
+    return result, interrupted
 
 
 @torch.no_grad()
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """The bench, by its parsed options: 0, or 1 where something was wrong and not timed."""
+    """The bench, by its parsed options: 0, 1 where something was wrong and not timed, or 130 after Ctrl-C."""
     _check_files(parser, args)
+    interrupted = False
     if args.from_json:
         try:
             result = report.load(args.from_json)
@@ -274,11 +280,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         if args.threads:
             torch.set_num_threads(args.threads)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            result = _run(args, device, sizes)
+            result, interrupted = _run(args, device, sizes)
     if args.plot:
         report.plot(result, args.plot)
     print(report.table(result))
     wrong = any(job["wrong"] for job in result["jobs"])
     if wrong:
         print("mxfp4_ops bench: not everything was right", file=sys.stderr)
+    if interrupted:
+        print("mxfp4_ops bench: interrupted; what is above had ended", file=sys.stderr)
+        return 130
     return 1 if wrong else 0

@@ -33,6 +33,9 @@ def save(result: dict, path: Path) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+_KEYS = {"about", "options", "floors", "jobs"}
+
+
 def load(path: Path) -> dict:
     """Read a result.
 
@@ -44,7 +47,7 @@ def load(path: Path) -> dict:
         result = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT or "jobs" not in result:
+    if not isinstance(result, dict) or result.get("format") != FORMAT or not _KEYS <= result.keys():
         raise ValueError(f"{path} is not a result of this bench (format {FORMAT})")
     return result
 

@@ -5,6 +5,7 @@ metadata can stand behind it, the metadata call goes, too: what reads that reads
 call has the form of the quant, for of the two kinds of overload only one leaves the padding of scales as it was.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,18 +62,34 @@ class Fusion:
 def apply(tensors: Tensors, report: RuleReport) -> None:
     calls = tensors.calls.values()
     shuffled = {tensors.memory(_rows_of(call)) for call in calls if call.op == SHUFFLE}
+    candidates = [c for c in calls if c.op == QUANT and tensors.memory(c.argument("input")) in shuffled]
+    report.matched += len(candidates)
     staying: set[Call] = set()  # looked at once: a metadata call may have as many readers as the graph has nodes
-    for quant in [c for c in calls if c.op == QUANT and tensors.memory(c.argument("input")) in shuffled]:
-        report.matched += 1
+    refused = _fuse_all(tensors, candidates, staying)
+    # A shuffle that is gone no longer overwrites the rows of one before it, so that the last may make way for all.
+    while refused:
+        again = _fuse_all(tensors, reversed(refused), staying)
+        if len(again) == len(refused):
+            break
+        refused = again
+    report.rewritten += len(candidates) - len(refused)
+    for quant in [c for c in candidates if c in refused]:
+        report.skip(quant.node, refused[quant])
+
+
+def _fuse_all(tensors: Tensors, quants: Iterable[Call], staying: set[Call]) -> dict[Call, str]:
+    """Fuse what may be fused; returns the rest with reasons."""
+    refused = {}
+    for quant in quants:
         fusion = _fusion(tensors, quant)
         if isinstance(fusion, str):
-            report.skip(quant.node, fusion)
+            refused[quant] = fusion
             continue
         place = None if fusion.metadata in staying else _place(tensors, fusion)
         if place is None:
             staying.add(fusion.metadata)
         _fuse(tensors, fusion, place)
-        report.rewritten += 1
+    return refused
 
 
 def _rows_of(shuffle: Call) -> object:
