@@ -1,8 +1,8 @@
 """python -m mxfp4_ops bench: its peers and reference, routings, clocks, checks, table, JSON, plot and options."""
 
 import functools
-import json
 import importlib.util
+import json
 import re
 import subprocess
 import sys
