@@ -1,5 +1,9 @@
 """Fixtures and markers shared by all tests."""
 
+import os
+
+os.environ.setdefault("MXFP4_OPS_CUDA_WITHOUT", "")  # read from the first launch on only if it is there by then
+
 import pytest
 import torch
 import torch._dynamo.utils

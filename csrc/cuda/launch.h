@@ -31,9 +31,12 @@ inline void check_cuda(const char* op, cudaError_t error) {
 }
 
 // Whether launches must do without something, for the tests of what then takes its place: MXFP4_OPS_CUDA_WITHOUT names
-// it in the environment, in a list with commas.
+// it in the environment, in a list with commas. Who does not have that at the first launch pays nothing for it later.
 inline bool is_without(const char* what) {
-  const char* list = std::getenv("MXFP4_OPS_CUDA_WITHOUT");
+  constexpr const char* kName = "MXFP4_OPS_CUDA_WITHOUT";
+  static const bool used = std::getenv(kName) != nullptr;
+  if (!used) return false;
+  const char* list = std::getenv(kName);
   const size_t length = std::strlen(what);
   for (const char* at = list; at != nullptr; at = std::strchr(at, ',')) {
     if (*at == ',') ++at;

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256)
     moe_permute_warp_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const FewBlocks blocks) {
   const int token = blocks.token(), tokens = static_cast<int>(a.tokens), E = static_cast<int>(a.metadata.num_experts);
   const bool has_token = token >= 0 && token < tokens;
-  const unsigned first = first_value_unit<1>();
+  const unsigned first = blockIdx.y * blockDim.x + threadIdx.x;  // z is a share of the slots
   const Id raw = WarpSlots::load<Id>(a.metadata);
   uint4 w = make_uint4(0, 0, 0, 0);
   if (has_token && first < static_cast<unsigned>(shape.units))
