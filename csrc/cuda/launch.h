@@ -87,8 +87,7 @@ struct Launch {
   size_t shared;
   cudaStream_t stream;
   bool dependent = false;  // may start while the kernel before it runs, and says itself when it waits
-
-  unsigned cluster = 0;  // CTAs of a cluster, 0 without
+  unsigned cluster = 0;    // CTAs of a cluster, 0 without
 
   template <typename... Parameters, typename... Arguments>
   void operator()(const char* op, void (*kernel)(Parameters...), Arguments... arguments) const {

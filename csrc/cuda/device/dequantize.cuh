@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a)
   const int units = static_cast<int>(a.K / 8), tiles = static_cast<int>(scale_tiles(a.K));
   const unsigned routed_row = routed_row_index();
   if (routed_row >= a.rows) return;  // a whole warp
-  const int row = static_cast<int>(routed_row), first = static_cast<int>(first_value_unit<kPerLane>());
+  const int row = static_cast<int>(routed_row), first = static_cast<int>(first_unit<kPerLane>());
   const uint32_t* packed = reinterpret_cast<const uint32_t*>(a.packed + row * a.row_stride);
   uint32_t codes[kPerLane];
 #pragma unroll

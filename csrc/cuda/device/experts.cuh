@@ -11,13 +11,13 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Number of experts whose range ends at or before `row`, which is the expert of `row`, or num_experts. A whole warp
 // asks for one row: each step compares 32 ends and leaves a 32nd of the experts. Of 256, the first step brings all ends
-// into the L1 cache.
-__device__ __forceinline__ int search(const int32_t* __restrict__ offsets, int num_experts, int row) {
+// into the L1 cache. Plain loads: under dependent launch the kernel in front writes the offsets while this one runs.
+__device__ __forceinline__ int search(const int32_t* offsets, int num_experts, int row) {
   const int lane = threadIdx.x & 31;
   int base = 0, range = num_experts;
 #pragma unroll 1
   for (;;) {
-    const int step = (range + 31) / 32, end = __ldg(offsets + base + min((lane + 1) * step, range));
+    const int step = (range + 31) / 32, end = offsets[base + min((lane + 1) * step, range)];
     const int skip = min(__popc(__ballot_sync(kAllLanes, end <= row)) * step, range);
     base += skip;
     if (step == 1 || skip == range) return base;

@@ -26,7 +26,7 @@ template <typename T, bool kSilu, bool kSearch, bool kZero, int kPerLane, typena
 __device__ __forceinline__ void quantize_row(const QuantArgs& a, const RowShape& shape, unsigned row,
                                              const Activation& activation) {
   const int E = static_cast<int>(a.num_experts);
-  const unsigned first = first_value_unit<kPerLane>(), lanes = blockDim.x;
+  const unsigned first = first_unit<kPerLane>(), lanes = blockDim.x;
   int expert = 0;
   if (!kSearch) expert = __ldg(a.sorted_expert_ids + row);
   const uint4* input =

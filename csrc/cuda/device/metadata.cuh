@@ -4,6 +4,7 @@
 #pragma once
 #include "../../args.h"
 #include "../../layout.h"
+#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "experts.cuh"
 #include "slots.cuh"
@@ -56,34 +57,6 @@ __global__ void __launch_bounds__(256) metadata_few_kernel(const __grid_constant
 }
 
 // ---- A cluster of CTAs, which add up each other's counts; not launched on a GPU without clusters ----
-
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-// What another CTA of the cluster has where `local` is in this one.
-__device__ __forceinline__ int32_t read_of_cta(const int32_t* local, unsigned cta) {
-  int32_t value = 0;
-#if __CUDA_ARCH__ >= 900
-  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(cta));
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address));
-#endif
-  return value;
-}
 
 constexpr int kMostClusterExperts = kMetadataThreads;  // a thread each
 constexpr int kClusterRounds = 4;                      // slots that a lane keeps
@@ -161,13 +134,8 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
   }
   cluster_arrive();  // the counts of the others are read
   const int32_t tiles = tiles_of(count);
-  int32_t rows_sum = count, tiles_sum = tiles, own_sum = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t r = __shfl_up_sync(kAllLanes, rows_sum, step), t = __shfl_up_sync(kAllLanes, tiles_sum, step);
-    const int32_t o = __shfl_up_sync(kAllLanes, own_sum, step);
-    if (lane >= step) rows_sum += r, tiles_sum += t, own_sum += o;
-  }
+  const int32_t rows_sum = inclusive_scan(count, lane), tiles_sum = inclusive_scan(tiles, lane);
+  const int32_t own_sum = inclusive_scan(own, lane);
   if (lane == 31) warp_rows[warp] = rows_sum, warp_tiles[warp] = tiles_sum, warp_own[warp] = own_sum;
   __syncthreads();
   const int32_t lane_rows = warp_rows[lane], lane_own = warp_own[lane];  // of 32 warps
@@ -241,7 +209,7 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
 template <typename Id, bool kShared>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
     metadata_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* __restrict__ scratch,
-                    const int32_t* __restrict__ counts) {
+                    const int32_t* counts) {
   extern __shared__ __align__(16) int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
   launch_dependents();
@@ -301,12 +269,7 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
       }
     }
     const int32_t tiles = tiles_of(count);
-    int32_t rows_sum = count, tiles_sum = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t r = __shfl_up_sync(kAllLanes, rows_sum, step), t = __shfl_up_sync(kAllLanes, tiles_sum, step);
-      if (lane >= step) rows_sum += r, tiles_sum += t;
-    }
+    int32_t rows_sum = inclusive_scan(count, lane), tiles_sum = inclusive_scan(tiles, lane);
     if (lane == 31) warp_rows[warp] = rows_sum, warp_tiles[warp] = tiles_sum;
     __syncthreads();
     int32_t rows_all = 0, tiles_all = 0;
@@ -325,20 +288,9 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
         h = next;
         next += c;
       }
-      if (blockIdx.x == 0) {
-        a.expert_offsets[e] = first_row;
-        if (a.blockscale_offsets != nullptr) a.blockscale_offsets[e] = first_tile * static_cast<int32_t>(kTileRows);
-        int32_t* sizes1 = a.problem_sizes1 + 3 * static_cast<int64_t>(e);
-        int32_t* sizes2 = a.problem_sizes2 + 3 * static_cast<int64_t>(e);
-        sizes1[0] = count, sizes1[1] = a.n1, sizes1[2] = a.k;
-        sizes2[0] = count, sizes2[1] = a.k, sizes2[2] = a.n;
-      }
+      if (blockIdx.x == 0) write_expert(a, e, first_row, first_tile, count);
     }
     __syncthreads();
-  }
-  if (tid == 0 && blockIdx.x == 0) {
-    a.expert_offsets[E] = rows_before;
-    if (a.blockscale_offsets != nullptr) a.blockscale_offsets[E] = tiles_before * static_cast<int32_t>(kTileRows);
   }
 
   const auto topk = static_cast<uint32_t>(a.topk);  // slots fit 31 bits, and 32-bit division is short

@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(256)
   const unsigned token = routed_row_index(), lane_of_warp = threadIdx.x & 31;
   if (token >= a.tokens) return;
   const RowLane lane{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
-                     static_cast<int>(first_value_unit<kPerLane>())};
+                     static_cast<int>(first_unit<kPerLane>())};
   uint4 w[kPerLane];
   load_units(a, token, true, lane, shape.units, w);
   int expert = lane_of_warp < topk ? expert_of<Id>(a.metadata, int64_t{token} * topk + lane_of_warp) : E;
@@ -312,8 +312,7 @@ constexpr int kScaleTiles = 32;  // along a row that a CTA handles at most at a 
 // none.
 __global__ void __launch_bounds__(256)
     place_scales_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, const int some_tiles,
-                        const uint32_t* __restrict__ token_scales, const int32_t* blockscale_offsets,
-                        const unsigned tile_rows) {
+                        const uint32_t* token_scales, const int32_t* blockscale_offsets, const unsigned tile_rows) {
   __shared__ uint32_t words[kTileRows][kScaleTiles + 1];
   wait_for_prior_launch();
   const int E = static_cast<int>(a.metadata.num_experts);

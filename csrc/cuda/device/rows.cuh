@@ -21,16 +21,10 @@ struct RowShape {
   __device__ __forceinline__ unsigned blocks() const { return static_cast<unsigned>(units) / 4; }
 };
 
-// A lane's units are this one and the next kPerLane - 1, blockDim.x apart.
-template <int kPerLane>
-__device__ __forceinline__ int64_t first_unit() {
-  return int64_t{chunk_index()} * (blockDim.x * kPerLane) + threadIdx.x;
-}
-
-// The same of a row of values, whose units are counted in 31 bits.
-template <int kPerLane>
-__device__ __forceinline__ unsigned first_value_unit() {
-  return chunk_index() * (blockDim.x * kPerLane) + threadIdx.x;
+// A lane's units are this one and the next kPerLane - 1, blockDim.x apart. 31 bits count the units of a row of values.
+template <int kPerLane, typename Index = unsigned>
+__device__ __forceinline__ Index first_unit() {
+  return Index{chunk_index()} * (blockDim.x * kPerLane) + threadIdx.x;
 }
 
 }  // namespace mxfp4::cuda

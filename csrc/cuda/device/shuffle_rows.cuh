@@ -8,7 +8,7 @@ namespace mxfp4::cuda {
 template <typename Unit, typename Index, int kPerLane>
 __global__ void __launch_bounds__(256) shuffle_rows_kernel(const ShuffleArgs a) {
   const int64_t units = a.row_bytes / static_cast<int64_t>(sizeof(Unit));
-  const int64_t row = row_index(), first = first_unit<kPerLane>();
+  const int64_t row = row_index(), first = first_unit<kPerLane, int64_t>();
   if (row >= a.rows) return;
   const int64_t source = static_cast<const Index*>(a.map)[row];
   const bool inside = source >= 0 && source < a.input_rows;

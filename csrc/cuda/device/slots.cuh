@@ -30,10 +30,11 @@ __device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
 
 __device__ __forceinline__ int tiles_of(int count) { return (count + 127) >> 7; }
 
-__device__ __forceinline__ uint32_t inclusive_scan(uint32_t value, int lane) {
+template <typename T>
+__device__ __forceinline__ T inclusive_scan(T value, int lane) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const uint32_t earlier = __shfl_up_sync(kAllLanes, value, step);
+    const T earlier = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += earlier;
   }
   return value;
