@@ -72,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
         print(info())
     except BrokenPipeError:  # the reader had enough
         sys.stderr.close()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -448,6 +448,7 @@ def test_a_peer_that_does_not_compile_is_left_out(monkeypatch, capsys):
         (["--from-json", "TEXT"], "--from-json: TEXT is not JSON"),
         (["--from-json", "OTHER"], "--from-json: OTHER is not a result of this bench (format 1)"),
         (["--from-json", "PART"], "--from-json: PART is not a result of this bench (format 1)"),
+        (["--from-json", "PART", "--E", "4"], "--E: not allowed with --from-json, with which nothing is timed"),
     ],
 )
 def test_bad_arguments(tmp_path, capsys, args, message):

@@ -167,6 +167,13 @@ def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error("argument --plot: needs matplotlib: pip install 'mxfp4_ops[bench]'")
 
 
+def _check_nothing_is_timed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for action in parser._actions:
+        if action.dest in ("help", "from_json", "plot") or getattr(args, action.dest) == action.default:
+            continue
+        parser.error(f"argument {action.option_strings[0]}: not allowed with --from-json, with which nothing is timed")
+
+
 def _about(device: torch.device, commit: str | None) -> dict:
     cuda = device.type == "cuda"
     threads = torch.get_num_threads()
@@ -267,6 +274,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     _check_files(parser, args)
     interrupted = False
     if args.from_json:
+        _check_nothing_is_timed(parser, args)
         try:
             result = report.load(args.from_json)
         except OSError as error:
