@@ -891,7 +891,7 @@ def test_a_row_buffer_of_several_shuffles() -> None:
             rows, results = x.new_empty(TOKENS * TOPK, K), []
             for i in range(4):
                 mxfp4_ops.shuffle_rows(x + i, data.input_permutation, out=rows)
-                results += mxfp4_ops.mxfp4_experts_quant(rows, data.expert_offsets, data.blockscale_offsets, E)
+                results += [*mxfp4_ops.mxfp4_experts_quant(rows, data.expert_offsets, data.blockscale_offsets, E)]
             return results
 
     args = inputs()

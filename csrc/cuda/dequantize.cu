@@ -6,15 +6,14 @@ namespace mxfp4::cuda {
 namespace {
 
 template <FloatType kType, int kPerLane>
-void launch(const DequantizeArgs& a, cudaStream_t stream) {
+void launch(const DequantizeArgs& a, const OnDevice& device) {
   const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane, 0, 32);
-  dequantize_kernel<kType, kPerLane><<<grid.blocks, grid.threads, 0, stream>>>(a);
-  check_cuda("mxfp4_dequantize", cudaGetLastError());
+  Launch{device, grid.blocks, grid.threads}("mxfp4_dequantize", dequantize_kernel<kType, kPerLane>, a);
 }
 
 template <FloatType kType>
-void choose(const DequantizeArgs& a, cudaStream_t stream) {
-  many_units(a.rows, a.K / 8) ? launch<kType, 4>(a, stream) : launch<kType, 1>(a, stream);
+void choose(const DequantizeArgs& a, const OnDevice& device) {
+  many_units(a.rows, a.K / 8) ? launch<kType, 4>(a, device) : launch<kType, 1>(a, device);
 }
 
 }  // namespace
@@ -24,11 +23,11 @@ void Backend::dequantize(const DequantizeArgs& a) {
   const OnDevice device(a.device);
   switch (a.type) {
     case FloatType::kFloat32:
-      return choose<FloatType::kFloat32>(a, device.stream());
+      return choose<FloatType::kFloat32>(a, device);
     case FloatType::kBFloat16:
-      return choose<FloatType::kBFloat16>(a, device.stream());
+      return choose<FloatType::kBFloat16>(a, device);
     case FloatType::kFloat16:
-      return choose<FloatType::kFloat16>(a, device.stream());
+      return choose<FloatType::kFloat16>(a, device);
   }
 }
 

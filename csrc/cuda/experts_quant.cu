@@ -11,13 +11,12 @@ constexpr int64_t kUnitsOfTable = int64_t{3} << 18;
 constexpr int64_t kUnitsOfWideLanes = int64_t{3} << 16;
 
 template <typename T, bool kSilu, bool kSearch, bool kZero, int kPerLane>
-void launch(const QuantArgs& a, cudaStream_t stream) {
+void launch(const QuantArgs& a, const OnDevice& device) {
   const int64_t padding_blocks = kZero ? a.scale_rows / kTileRows : 0;
   const RowGrid grid = row_grid(a.rows, a.K / 8, kPerLane, padding_blocks, 32, kPerLane == 1 ? 128 : 256);
   const auto row_blocks = static_cast<unsigned>(grid.blocks.x - padding_blocks);
-  experts_quant_kernel<T, kSilu, kSearch, kZero, kPerLane>
-      <<<grid.blocks, grid.threads, 0, stream>>>(a, RowShape::of(a.K), row_blocks);
-  check_cuda(a.op, cudaGetLastError());
+  Launch{device, grid.blocks, grid.threads}(a.op, experts_quant_kernel<T, kSilu, kSearch, kZero, kPerLane>, a,
+                                            RowShape::of(a.K), row_blocks);
 }
 
 template <bool kSearch, bool kZero>
@@ -28,20 +27,18 @@ void launch_silu_table(const QuantArgs& a, const OnDevice& device) {
   const int64_t ctas = ceil_div(device.attribute(a.op, cudaDevAttrMultiProcessorCount), grid.blocks.y);
   const auto row_blocks = static_cast<unsigned>(std::min(ceil_div(a.rows, grid.threads.y), ctas));
   grid.blocks.x = row_blocks + static_cast<unsigned>(padding_blocks);
-  silu_table_quant_kernel<kSearch, kZero>
-      <<<grid.blocks, grid.threads, 0, device.stream()>>>(a, RowShape::of(a.K), row_blocks);
-  check_cuda(a.op, cudaGetLastError());
+  Launch{device, grid.blocks, grid.threads}(a.op, silu_table_quant_kernel<kSearch, kZero>, a, RowShape::of(a.K),
+                                            row_blocks);
 }
 
 template <typename T, bool kSilu, bool kSearch, bool kZero>
 void choose(const QuantArgs& a, const OnDevice& device) {
-  const cudaStream_t stream = device.stream();
   const int64_t units = a.rows * (a.K / 8);
   if (a.K < kWideColumns || units < (kSilu ? kUnitsOfTable : kUnitsOfWideLanes) || is_without("wide_lanes"))
-    return launch<T, kSilu, kSearch, kZero, 1>(a, stream);
+    return launch<T, kSilu, kSearch, kZero, 1>(a, device);
   if constexpr (kSilu && T::kBias == 127)
     if (!is_without("silu_table")) return launch_silu_table<kSearch, kZero>(a, device);
-  launch<T, kSilu, kSearch, kZero, 4>(a, stream);
+  launch<T, kSilu, kSearch, kZero, 4>(a, device);
 }
 
 template <typename T, bool kSilu>

@@ -45,6 +45,10 @@ inline bool is_without(const char* what) {
   return false;
 }
 
+// The virtual architecture (80, 90, ...) that this GPU's kernels were compiled for. A GPU newer than those of the build
+// runs what its driver makes of the oldest, which is without all that came later.
+int compiled_architecture(int device);
+
 // The device of the arguments, current while it lives, and torch's current stream there.
 class OnDevice {
  public:
@@ -62,10 +66,9 @@ class OnDevice {
     return value;
   }
 
-  // Whether kernels may start before the one in front of them has ended (programmatic dependent launch).
-  bool has_dependent() const {
-    return attribute("mxfp4_ops", cudaDevAttrComputeCapabilityMajor) >= 9 && !is_without("dependent_launch");
-  }
+  // Whether kernels can wait for the one in front of them by themselves, and have clusters.
+  bool has_dependent_launch() const { return compiled_architecture(device_) >= 90 && !is_without("dependent_launch"); }
+  bool has_clusters() const { return compiled_architecture(device_) >= 90 && !is_without("clusters"); }
 
   // Uninitialised memory of torch's caching allocator, safe to drop once the launch is queued.
   Tensor scratch(int64_t ints) const {
@@ -82,12 +85,13 @@ class OnDevice {
   cudaStream_t stream_ = nullptr;
 };
 
+// Where the GPU allows it, a kernel's CTAs start while the kernel before it ends, whoever launched that: the kernel
+// waits by itself before it touches memory (device/dependent_launch.cuh).
 struct Launch {
+  const OnDevice& device;
   dim3 blocks, threads;
-  size_t shared;
-  cudaStream_t stream;
-  bool dependent = false;  // may start while the kernel before it runs, and says itself when it waits
-  unsigned cluster = 0;    // CTAs of a cluster, 0 without
+  size_t shared = 0;
+  unsigned cluster = 0;  // CTAs of a cluster, 0 without
 
   template <typename... Parameters, typename... Arguments>
   void operator()(const char* op, void (*kernel)(Parameters...), Arguments... arguments) const {
@@ -96,9 +100,9 @@ struct Launch {
     config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = shared;
-    config.stream = stream;
+    config.stream = device.stream();
     config.attrs = attributes;
-    if (dependent) {
+    if (device.has_dependent_launch()) {
       cudaLaunchAttribute& early = attributes[config.numAttrs++];
       early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       early.val.programmaticStreamSerializationAllowed = 1;

@@ -17,14 +17,14 @@ void launch_few(const char* op, const MetadataArgs& a, const OnDevice& device) {
   constexpr int64_t kThreads = 256, kMostCtasOfFew = 264;
   const int64_t tasks = ceil_div(a.num_experts, 32) + a.rows;
   const dim3 blocks(static_cast<unsigned>(std::min(ceil_div(tasks, kThreads / 32), kMostCtasOfFew)));
-  Launch{blocks, dim3(kThreads), static_cast<size_t>(Slots::shared_bytes(a.num_experts, a.rows)), device.stream()}(
+  Launch{device, blocks, dim3(kThreads), static_cast<size_t>(Slots::shared_bytes(a.num_experts, a.rows))}(
       op, metadata_few_kernel<Id>, a);
 }
 
 constexpr unsigned kClusterCtas = 16;
 
-// Whether the current GPU runs the cluster kernel, asked of it once: some have no clusters, and some (a part of a GPU)
-// none of this size.
+// Whether the current GPU, which has clusters, runs those of this kernel, asked of it once: a part of a GPU has none of
+// this size.
 template <typename Id>
 bool has_cluster(const char* op, const OnDevice& device) {
   constexpr int kMostDevices = 64;
@@ -33,23 +33,21 @@ bool has_cluster(const char* op, const OnDevice& device) {
   std::atomic<int8_t>& answer = known[device.index()];
   if (answer == 0) {
     int clusters = 0;
-    if (device.attribute(op, cudaDevAttrComputeCapabilityMajor) >= 9) {
-      const auto kernel = metadata_cluster_kernel<Id>;
-      const int shared = device.attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin) - static_cast<int>(kStatic);
-      check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-      check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-      cudaLaunchAttribute size{};
-      size.id = cudaLaunchAttributeClusterDimension;
-      size.val.clusterDim.x = kClusterCtas;
-      size.val.clusterDim.y = size.val.clusterDim.z = 1;
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(kClusterCtas);
-      config.blockDim = dim3(kMetadataThreads);
-      config.dynamicSmemBytes = shared;
-      config.attrs = &size;
-      config.numAttrs = 1;
-      check_cuda(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    }
+    const auto kernel = metadata_cluster_kernel<Id>;
+    const int shared = device.attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin) - static_cast<int>(kStatic);
+    check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    cudaLaunchAttribute size{};
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim.x = kClusterCtas;
+    size.val.clusterDim.y = size.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(kClusterCtas);
+    config.blockDim = dim3(kMetadataThreads);
+    config.dynamicSmemBytes = shared;
+    config.attrs = &size;
+    config.numAttrs = 1;
+    check_cuda(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
     answer = clusters > 0 ? 1 : -1;
   }
   return answer > 0;
@@ -60,17 +58,16 @@ bool has_cluster(const char* op, const OnDevice& device) {
 template <typename Id>
 bool launch_cluster(const char* op, const MetadataArgs& a, const OnDevice& device) {
   constexpr int64_t kMostSlots = int64_t{kClusterCtas} * kClusterSpan;
-  if (a.num_experts > kMostClusterExperts || a.rows > kMostSlots || is_without("clusters")) return false;
+  if (a.num_experts > kMostClusterExperts || a.rows > kMostSlots || !device.has_clusters()) return false;
   if (!has_cluster<Id>(op, device)) return false;
   const int64_t span = round_up(std::max<int64_t>(1, ceil_div(a.rows, kClusterCtas)), 32);
   // Fewer warps have fewer histograms to add up, more share the ballots.
   const int64_t warps = std::clamp<int64_t>(ceil_div(span, a.num_experts > 256 ? 128 : 64), 16, kMetadataThreads / 32);
   const int64_t stretch = round_up(ceil_div(span, warps), 32), slot_warps = ceil_div(span, stretch);
   const auto bytes = sizeof(SortedSlot) * span + sizeof(int32_t) * (slot_warps + 1) * a.num_experts;
-  Launch launch{dim3(kClusterCtas), dim3(kMetadataThreads), bytes, device.stream()};
-  launch.cluster = kClusterCtas;
-  launch(op, metadata_cluster_kernel<Id>, a, static_cast<int>(span), static_cast<int>(stretch),
-         static_cast<int>(slot_warps));
+  Launch{device, dim3(kClusterCtas), dim3(kMetadataThreads), bytes, kClusterCtas}(
+      op, metadata_cluster_kernel<Id>, a, static_cast<int>(span), static_cast<int>(stretch),
+      static_cast<int>(slot_warps));
   return true;
 }
 
@@ -96,9 +93,9 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
     if (bytes(slot_warps) <= kDefaultShared) {
       const Tensor counted = device.scratch(ctas * E);
       const dim3 blocks(static_cast<unsigned>(ctas));
-      Launch{blocks, dim3(kMetadataThreads), static_cast<size_t>(bytes(1)), device.stream()}(
+      Launch{device, blocks, dim3(kMetadataThreads), static_cast<size_t>(bytes(1))}(
           op, count_experts_kernel<Id>, a, shares(), mutable_data<int32_t>(counted));
-      return Launch{blocks, threads(), static_cast<size_t>(bytes(slot_warps)), device.stream(), device.has_dependent()}(
+      return Launch{device, blocks, threads(), static_cast<size_t>(bytes(slot_warps))}(
           op, metadata_kernel<Id, true>, a, shares(), nullptr, data<int32_t>(counted));
     }
   }
@@ -112,16 +109,15 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
     if (bytes(slot_warps) > limit) {  // tens of thousands of experts
       slot_warps = wanted;
       const Tensor scratch = device.scratch(slot_warps * E);
-      return Launch{dim3(1), threads(), 0, device.stream()}(op, metadata_kernel<Id, false>, a, shares(),
-                                                            mutable_data<int32_t>(scratch), nullptr);
+      return Launch{device, dim3(1), threads()}(op, metadata_kernel<Id, false>, a, shares(),
+                                                mutable_data<int32_t>(scratch), nullptr);
     }
   }
   const auto kernel = metadata_kernel<Id, true>;
   // The attribute belongs to the process: always the same value, so that no thread takes away what another needs.
   if (bytes(slot_warps) > kDefaultShared)
     check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)));
-  Launch{dim3(1), threads(), static_cast<size_t>(bytes(slot_warps)), device.stream()}(op, kernel, a, shares(), nullptr,
-                                                                                      nullptr);
+  Launch{device, dim3(1), threads(), static_cast<size_t>(bytes(slot_warps))}(op, kernel, a, shares(), nullptr, nullptr);
 }
 
 template <typename Id>

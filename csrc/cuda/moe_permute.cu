@@ -35,30 +35,30 @@ dim3 few_grid(const PermuteQuantArgs& a, int64_t warps, int64_t chunks, FewBlock
 }
 
 template <typename T, typename Id, int kPerLane>
-void launch_few(const PermuteQuantArgs& a, cudaStream_t stream) {
+void launch_few(const PermuteQuantArgs& a, const OnDevice& device) {
   const RowShape shape = RowShape::of(a.K);
   const int64_t lanes = std::min(round_up(ceil_div(shape.units, kPerLane), 32), kLanes);
   FewBlocks blocks;
   const dim3 grid = few_grid(a, (kPlacingThreads + lanes) / 32, ceil_div(shape.units, lanes * kPerLane), blocks);
-  Launch{grid, dim3(static_cast<unsigned>(kPlacingThreads + lanes)),
-         static_cast<size_t>(Slots::shared_bytes(a.metadata.num_experts, a.metadata.rows)),
-         stream}(kOp, moe_permute_few_kernel<T, Id, kPerLane>, a, shape, blocks);
+  Launch{device, grid, dim3(static_cast<unsigned>(kPlacingThreads + lanes)),
+         static_cast<size_t>(Slots::shared_bytes(a.metadata.num_experts, a.metadata.rows))}(
+      kOp, moe_permute_few_kernel<T, Id, kPerLane>, a, shape, blocks);
 }
 
 template <typename T, typename Id>
-void launch_warp(const PermuteQuantArgs& a, cudaStream_t stream) {
+void launch_warp(const PermuteQuantArgs& a, const OnDevice& device) {
   const RowShape shape = RowShape::of(a.K);
   const int64_t lanes = std::min(round_up(shape.units, 32), kLanes);
   FewBlocks blocks;
   const dim3 grid = few_grid(a, lanes / 32, ceil_div(shape.units, lanes), blocks);
-  Launch{grid, dim3(static_cast<unsigned>(lanes)), 0, stream}(kOp, moe_permute_warp_kernel<T, Id>, a, shape, blocks);
+  Launch{device, grid, dim3(static_cast<unsigned>(lanes))}(kOp, moe_permute_warp_kernel<T, Id>, a, shape, blocks);
 }
 
 template <typename T, typename Id>
-void choose_few(const PermuteQuantArgs& a, cudaStream_t stream) {
-  if (a.metadata.rows <= WarpSlots::kMost && !is_without("warp_slots")) return launch_warp<T, Id>(a, stream);
+void choose_few(const PermuteQuantArgs& a, const OnDevice& device) {
+  if (a.metadata.rows <= WarpSlots::kMost && !is_without("warp_slots")) return launch_warp<T, Id>(a, device);
   const bool wide = a.K >= kWideColumns && a.tokens * (a.K / 8) >= kUnitsOfWideLanes && !is_without("wide_lanes");
-  wide ? launch_few<T, Id, 4>(a, stream) : launch_few<T, Id, 1>(a, stream);
+  wide ? launch_few<T, Id, 4>(a, device) : launch_few<T, Id, 1>(a, device);
 }
 
 // CTAs that share the rows without an expert.
@@ -73,9 +73,8 @@ void launch_tokens(const PermuteQuantArgs& a, const int32_t* blockscale_offsets,
   RowGrid grid = row_grid(a.tokens, shape.units, kPerLane, 0, 32);
   const unsigned token_blocks = grid.blocks.x;
   grid.blocks.x += static_cast<unsigned>(tile_rows + zeroing_blocks(a));
-  Launch{grid.blocks, grid.threads, 0, device.stream(), device.has_dependent()}(
-      kOp, permute_tokens_kernel<T, Id, kPerLane>, a, shape, blockscale_offsets, token_blocks,
-      static_cast<unsigned>(tile_rows));
+  Launch{device, grid.blocks, grid.threads}(kOp, permute_tokens_kernel<T, Id, kPerLane>, a, shape, blockscale_offsets,
+                                            token_blocks, static_cast<unsigned>(tile_rows));
 }
 
 template <typename T, int kPerLane>
@@ -98,23 +97,20 @@ void launch_many(const PermuteQuantArgs& a, const OnDevice& device) {
   uint32_t* scales = reinterpret_cast<uint32_t*>(mutable_data<int32_t>(token_scales));
   launch_metadata(kOp, metadata, device);
   const RowGrid grid = row_grid(a.tokens, shape.units, kPerLane);
-  Launch{grid.blocks, grid.threads, 0, device.stream(), device.has_dependent()}(
-      kOp, quantize_tokens_kernel<T, kPerLane>, a, shape, scales);
+  Launch{device, grid.blocks, grid.threads}(kOp, quantize_tokens_kernel<T, kPerLane>, a, shape, scales);
 
   const int64_t chunks = ceil_div(shape.tiles, kScaleTiles), some_tiles = round_up(ceil_div(shape.tiles, chunks), 4);
   const int64_t tile_rows = a.scale_rows / kTileRows;
   const dim3 blocks(static_cast<unsigned>(tile_rows + zeroing_blocks(a)), static_cast<unsigned>(chunks));
-  Launch{blocks, dim3(256), 0, device.stream(), device.has_dependent()}(
-      kOp, place_scales_kernel, a, shape, static_cast<int>(some_tiles), scales, metadata.blockscale_offsets,
-      static_cast<unsigned>(tile_rows));
+  Launch{device, blocks, dim3(256)}(kOp, place_scales_kernel, a, shape, static_cast<int>(some_tiles), scales,
+                                    metadata.blockscale_offsets, static_cast<unsigned>(tile_rows));
 }
 
 template <typename T>
 void choose(const PermuteQuantArgs& a, const OnDevice& device) {
   const bool few = a.metadata.rows <= kFewSlots && a.metadata.num_experts <= kFewExperts && a.K <= kMostColumns &&
                    !is_without("few_slots");
-  if (few)
-    a.metadata.ids_are_int64 ? choose_few<T, int64_t>(a, device.stream()) : choose_few<T, int32_t>(a, device.stream());
+  if (few) a.metadata.ids_are_int64 ? choose_few<T, int64_t>(a, device) : choose_few<T, int32_t>(a, device);
   else a.K >= kWideColumns ? launch_many<T, 4>(a, device) : launch_many<T, 1>(a, device);
 }
 

@@ -1,6 +1,7 @@
 // Rows of codes and their scales to values, eight columns (a unit, four bytes of codes) a lane.
 #pragma once
 #include "../../args.h"
+#include "dependent_launch.cuh"
 #include "e2m1.cuh"
 #include "experts.cuh"
 #include "rows.cuh"
@@ -26,6 +27,7 @@ __device__ __forceinline__ void store_values(void* output, int64_t unit, const f
 
 template <FloatType kType, int kPerLane>
 __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a) {
+  wait_for_prior_launch();
   const int units = static_cast<int>(a.K / 8), tiles = static_cast<int>(scale_tiles(a.K));
   const unsigned routed_row = routed_row_index();
   if (routed_row >= a.rows) return;  // a whole warp
@@ -35,7 +37,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a)
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = first + i * blockDim.x;
-    codes[i] = u < units ? __ldg(packed + u) : 0;
+    codes[i] = u < units ? packed[u] : 0;
   }
   const int E = static_cast<int>(a.num_experts);
   const int expert = search(a.expert_offsets, E, row);

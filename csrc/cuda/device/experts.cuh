@@ -11,7 +11,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Number of experts whose range ends at or before `row`, which is the expert of `row`, or num_experts. A whole warp
 // asks for one row: each step compares 32 ends and leaves a 32nd of the experts. Of 256, the first step brings all ends
-// into the L1 cache. Plain loads: under dependent launch the kernel in front writes the offsets while this one runs.
+// into the L1 cache.
 __device__ __forceinline__ int search(const int32_t* offsets, int num_experts, int row) {
   const int lane = threadIdx.x & 31;
   int base = 0, range = num_experts;
@@ -29,11 +29,8 @@ __device__ __forceinline__ int search(const int32_t* offsets, int num_experts, i
 struct ExpertOffsets {
   int begin, end, scales;
 
-  __device__ __forceinline__ ExpertOffsets(const int32_t* __restrict__ expert_offsets,
-                                           const int32_t* __restrict__ blockscale_offsets, int expert)
-      : begin(__ldg(expert_offsets + expert)),
-        end(__ldg(expert_offsets + expert + 1)),
-        scales(__ldg(blockscale_offsets + expert)) {}
+  __device__ __forceinline__ ExpertOffsets(const int32_t* expert_offsets, const int32_t* blockscale_offsets, int expert)
+      : begin(expert_offsets[expert]), end(expert_offsets[expert + 1]), scales(blockscale_offsets[expert]) {}
 
   // Row of the scale tensor that a row of the expert has, -1 if none: the offsets may be wrong. Without a branch, for
   // which the loads would be waited one by one.

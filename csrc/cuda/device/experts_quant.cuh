@@ -2,6 +2,7 @@
 // launch.
 #pragma once
 #include "../../args.h"
+#include "dependent_launch.cuh"
 #include "e2m1.cuh"
 #include "experts.cuh"
 #include "rows.cuh"
@@ -28,15 +29,15 @@ __device__ __forceinline__ void quantize_row(const QuantArgs& a, const RowShape&
   const int E = static_cast<int>(a.num_experts);
   const unsigned first = first_unit<kPerLane>(), lanes = blockDim.x;
   int expert = 0;
-  if (!kSearch) expert = __ldg(a.sorted_expert_ids + row);
+  if (!kSearch) expert = a.sorted_expert_ids[row];
   const uint4* input =
       reinterpret_cast<const uint4*>(a.input + uint64_t{row} * static_cast<uint64_t>(a.row_stride)) + first;
   uint4 w[kPerLane], up[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const bool load = first + i * lanes < static_cast<unsigned>(shape.units);
-    w[i] = load ? __ldg(input + i * lanes) : make_uint4(0, 0, 0, 0);
-    if constexpr (kSilu) up[i] = load ? __ldg(input + shape.units + i * lanes) : make_uint4(0, 0, 0, 0);
+    w[i] = load ? input[i * lanes] : make_uint4(0, 0, 0, 0);
+    if constexpr (kSilu) up[i] = load ? input[shape.units + i * lanes] : make_uint4(0, 0, 0, 0);
   }
 
   if constexpr (kSearch) expert = search(a.expert_offsets, E, static_cast<int>(row));
@@ -73,6 +74,7 @@ __device__ __forceinline__ void quantize_row(const QuantArgs& a, const RowShape&
 template <typename T, bool kSilu, bool kSearch, bool kZero, int kPerLane>
 __global__ void __launch_bounds__(256)
     experts_quant_kernel(const __grid_constant__ QuantArgs a, const RowShape shape, const unsigned row_blocks) {
+  wait_for_prior_launch();
   if (kZero && blockIdx.x >= row_blocks)
     return zero_padding(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.num_experts), a.output_scale,
                         blockIdx.x - row_blocks, shape.tiles);
@@ -87,11 +89,14 @@ constexpr int kTableThreads = 1024;
 template <bool kSearch, bool kZero>
 __global__ void __launch_bounds__(kTableThreads, 1)
     silu_table_quant_kernel(const __grid_constant__ QuantArgs a, const RowShape shape, const unsigned row_blocks) {
-  if (kZero && blockIdx.x >= row_blocks)
+  if (kZero && blockIdx.x >= row_blocks) {
+    wait_for_prior_launch();
     return zero_padding(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.num_experts), a.output_scale,
                         blockIdx.x - row_blocks, shape.tiles);
+  }
   __shared__ float table[2 * SiluTable::kSize];
   SiluTable::fill(table, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y);
+  wait_for_prior_launch();
   __syncthreads();
   const unsigned rows = static_cast<unsigned>(a.rows), step = row_blocks * blockDim.y;
 #pragma unroll 1

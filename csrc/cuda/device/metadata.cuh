@@ -35,6 +35,7 @@ __device__ __forceinline__ unsigned same_expert(int expert, int bits) {
 template <typename Id>
 __global__ void __launch_bounds__(256) metadata_few_kernel(const __grid_constant__ MetadataArgs a) {
   extern __shared__ __align__(16) uint32_t counters[];
+  wait_for_prior_launch();
   const Slots slots(a, counters);
   Id ahead[Slots::kAhead];
   slots.prepare(blockDim.x, ahead);
@@ -75,6 +76,7 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
                             const int slot_warps) {
   extern __shared__ __align__(16) int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32], warp_own[32];
+  wait_for_prior_launch();
   launch_dependents();
   const int E = static_cast<int>(a.num_experts), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const unsigned cta = cluster_rank(), ctas = gridDim.x;
@@ -191,6 +193,7 @@ template <typename Id>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
     count_experts_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* counts) {
   extern __shared__ __align__(16) int32_t shared[];
+  wait_for_prior_launch();
   launch_dependents();
   const int E = static_cast<int>(a.num_experts);
   const int64_t begin = blockIdx.x * shares.span, end = min(begin + shares.span, a.rows);
@@ -208,10 +211,11 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
 // counts: of count_experts_kernel where there are several CTAs, else null.
 template <typename Id, bool kShared>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
-    metadata_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* __restrict__ scratch,
+    metadata_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* scratch,
                     const int32_t* counts) {
   extern __shared__ __align__(16) int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
+  if (counts == nullptr) wait_for_prior_launch();
   launch_dependents();
   int32_t* histograms = shared;
   if constexpr (!kShared) histograms = scratch;

@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_units(const PermuteQuantArgs& a, int64_t to
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = lane.first + i * lane.lanes;
-    w[i] = in_range && u < units ? __ldg(input + u) : make_uint4(0, 0, 0, 0);
+    w[i] = in_range && u < units ? input[u] : make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -66,10 +66,11 @@ __global__ void __launch_bounds__(256)
   const int token = blocks.token(), tokens = static_cast<int>(a.tokens), E = static_cast<int>(a.metadata.num_experts);
   const bool has_token = token >= 0 && token < tokens;
   const unsigned first = blockIdx.y * blockDim.x + threadIdx.x;  // z is a share of the slots
+  wait_for_prior_launch();
   const Id raw = WarpSlots::load<Id>(a.metadata);
   uint4 w = make_uint4(0, 0, 0, 0);
   if (has_token && first < static_cast<unsigned>(shape.units))
-    w = __ldg(reinterpret_cast<const uint4*>(a.hidden_states + token * a.row_stride) + first);
+    w = reinterpret_cast<const uint4*>(a.hidden_states + token * a.row_stride)[first];
   const WarpSlots slots(a.metadata, raw);
   if (token < 0) {
 #pragma unroll 1
@@ -122,8 +123,11 @@ __global__ void __launch_bounds__(256)
 constexpr int kPlacingThreads = 256;  // the first of a CTA count slots and place rows, while the others quantise
 constexpr int kPlaces = 32;           // slots of a token that a CTA places at a time
 
-__device__ __forceinline__ void sync_placing_threads() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kPlacingThreads) : "memory");
+// A barrier of those that place alone, or of the others. Both pass as many, for compute-sanitizer's racecheck compares
+// threads by how many they have passed.
+__device__ __forceinline__ void sync_half(bool placing) {
+  asm volatile("bar.sync %0, %1;" ::"r"(placing ? 1 : 2), "r"(placing ? kPlacingThreads : blockDim.x - kPlacingThreads)
+               : "memory");
 }
 
 template <typename T, typename Id, int kPerLane>
@@ -140,18 +144,21 @@ __global__ void __launch_bounds__(512)
   const int warp = threadIdx.x / 32;
   const Slots slots(a.metadata, shared);
   PackedUnits<kPerLane> packed{};
+  wait_for_prior_launch();
   if (placing) {
     Id ahead[Slots::kAhead];
     slots.prepare(kPlacingThreads, ahead);
-    sync_placing_threads();
+    sync_half(true);
     slots.count(kPlacingThreads, ahead);
-    sync_placing_threads();
-  } else if (has_token) {
+    sync_half(true);
+  } else {
     const int lanes = blockDim.x - kPlacingThreads, x = threadIdx.x - kPlacingThreads;
     const RowLane lane{x, lanes, static_cast<int>(blockIdx.y) * lanes * kPerLane + x};
     uint4 w[kPerLane];
-    load_units(a, token, true, lane, shape.units, w);
-    packed = quantize_units<T>(w, lane, true, shape.units);
+    load_units(a, token, has_token, lane, shape.units, w);
+    sync_half(false);
+    sync_half(false);
+    packed = quantize_units<T>(w, lane, has_token, shape.units);
   }
 
   if (!has_token) {
@@ -226,8 +233,7 @@ __device__ __forceinline__ void zero_unrouted_rows(const PermuteQuantArgs& a, co
 // [tokens, token_scale_words].
 template <typename T, int kPerLane>
 __global__ void __launch_bounds__(256)
-    quantize_tokens_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape,
-                           uint32_t* __restrict__ token_scales) {
+    quantize_tokens_kernel(const __grid_constant__ PermuteQuantArgs a, const RowShape shape, uint32_t* token_scales) {
   launch_dependents();
   const RowLane lane{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
                      static_cast<int>(first_unit<kPerLane>())};

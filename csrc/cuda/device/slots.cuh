@@ -78,7 +78,7 @@ class WarpSlots {
   template <typename Id>
   static __device__ __forceinline__ Id load(const MetadataArgs& a) {
     const int lane = threadIdx.x & 31;
-    return lane < static_cast<int>(a.rows) ? __ldg(static_cast<const Id*>(a.topk_ids) + lane) : Id{-1};
+    return lane < static_cast<int>(a.rows) ? static_cast<const Id*>(a.topk_ids)[lane] : Id{-1};
   }
 
   // Lanes behind the last slot stand behind all experts.
