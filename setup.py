@@ -8,8 +8,11 @@ Environment:
 
 import glob
 import os
+import shlex
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 from setuptools import setup
 
@@ -78,6 +81,21 @@ def find_cudart(home: str) -> str | None:
     return found[0] if found else None
 
 
+def generate_silu_table() -> str:
+    """The folder of silu_table.inc, which a program of the project prints (see there)."""
+    folder = os.path.join(ROOT, "build", "generated")
+    os.makedirs(folder, exist_ok=True)
+    program = os.path.join(folder, "silu_table")
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    source = os.path.join(ROOT, "csrc", "tools", "silu_table.cpp")
+    subprocess.run([*compiler, "-std=c++17", "-O1", "-ffp-contract=off", source, "-o", program], check=True)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    table = Path(folder, "silu_table.inc")
+    if not table.exists() or table.read_text() != printed:  # unchanged, it compiles nothing again
+        table.write_text(printed)
+    return folder
+
+
 def extensions() -> list:
     cxx = [
         "-O3",
@@ -109,11 +127,12 @@ def extensions() -> list:
     cpp_extension.CUDA_HOME = home
     # Nothing of torch's CUDA runtime is linked, so that nvcc and torch may differ in their CUDA version.
     cpp_extension._check_cuda_version = lambda *_: None
+    generated = generate_silu_table()
     archs_macro = f'-DMXFP4_OPS_CUDA_ARCHS="{archs}"'
     cuda = cpp_extension.CppExtension(
         "mxfp4_ops._C_cuda",
         sources("cuda", "cpp", "cu"),
-        include_dirs=[os.path.join(home, "include")],
+        include_dirs=[os.path.join(home, "include"), generated],
         extra_objects=[find_cudart(home)],
         libraries=["dl", "rt", "pthread"],
         extra_compile_args={
@@ -132,7 +151,7 @@ def extensions() -> list:
         },
         # The symbol of the current stream lives in torch's CUDA library, which only libtorch.so pulls in.
         extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-Wl,--exclude-libs,ALL"],
-        depends=headers(),
+        depends=[*headers(), os.path.join(generated, "silu_table.inc")],
         py_limited_api=True,
     )
     return [cpu, cuda]

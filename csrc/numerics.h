@@ -147,4 +147,11 @@ MXFP4_HD float silu(float gate) {
   return quotient_rn<kAny>(gate, add_rn(exp, kUnit));
 }
 
+// Magnitudes of bfloat16 gates, as bits, in the table of silu: from 9e-8 to 65,280, for who looks up should rarely have
+// to multiply the gate by a factor, which silu is below, and from 88.5 on.
+constexpr uint32_t kSiluLeast = 0x33c1, kSiluMost = 0x477f;
+MXFP4_HD float silu_factor(uint32_t magnitude, bool negative) {
+  return magnitude < kSiluLeast ? 0.5f : (negative ? 0.0f : 1.0f);
+}
+
 }  // namespace mxfp4

@@ -5,8 +5,8 @@
 namespace mxfp4::cuda {
 namespace {
 
-// From here on a table of silu is worth its making.
-constexpr int64_t kUnitsOfTable = int64_t{3} << 18;
+// From here on a table of silu is worth its way into shared memory.
+constexpr int64_t kUnitsOfTable = int64_t{7} << 16;
 // And from here on a lane takes four units.
 constexpr int64_t kUnitsOfWideLanes = int64_t{3} << 16;
 
@@ -24,7 +24,7 @@ void launch_silu_table(const QuantArgs& a, const OnDevice& device) {
   const int64_t padding_blocks = kZero ? a.scale_rows / kTileRows : 0;
   RowGrid grid = row_grid(a.rows, a.K / 8, 4, padding_blocks, 32);
   grid.threads.y = kTableThreads / grid.threads.x;
-  const int64_t ctas = ceil_div(device.attribute(a.op, cudaDevAttrMultiProcessorCount), grid.blocks.y);
+  const int64_t ctas = ceil_div(2 * device.attribute(a.op, cudaDevAttrMultiProcessorCount), grid.blocks.y);
   const auto row_blocks = static_cast<unsigned>(std::min(ceil_div(a.rows, grid.threads.y), ctas));
   grid.blocks.x = row_blocks + static_cast<unsigned>(padding_blocks);
   Launch{device, grid.blocks, grid.threads}(a.op, silu_table_quant_kernel<kSearch, kZero>, a, RowShape::of(a.K),

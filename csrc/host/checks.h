@@ -1,6 +1,7 @@
 // Argument checks of the kernels. meta/checks.py makes the same checks in the same order with the same words for the
 // fakes; tests/test_checks.py holds the two to each other.
 #pragma once
+#include <array>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -170,53 +171,51 @@ class Checks {
 
   // Kernels read and write in no order that a caller could rely on, so no buffer that one writes may share memory with
   // another argument. Tensors that a kernel reaches only through a copy cannot collide, and are passed over.
-  void no_overlap(const std::vector<NamedTensor>& inputs, const std::vector<NamedTensor>& outputs) const {
-    for (auto out = outputs.begin(); out != outputs.end(); ++out) {
-      if (out->second == nullptr) continue;
-      for (const auto& in : inputs) pair_overlap(*out, in);
-      for (auto other = outputs.begin(); other != out; ++other) {
-        pair_overlap(*out, *other);
-        same_view(*out, *other);
-      }
-    }
+  void no_overlap(std::initializer_list<NamedTensor> inputs, const std::vector<NamedTensor>& outputs) const {
+    std::array<Touched, 16> all;  // each asked once: pairs are many, and every question is a call
+    size_t count = 0;
+    auto add = [&](const NamedTensor& t) {
+      if (t.second != nullptr && t.second->numel() != 0) all[count++] = Touched(t);
+    };
+    if (inputs.size() + outputs.size() > all.size()) throw std::logic_error("more tensors than no_overlap holds");
+    for (const NamedTensor& t : inputs) add(t);
+    const size_t first_output = count;
+    for (const NamedTensor& t : outputs) add(t);
+    for (size_t i = first_output; i < count; ++i)
+      for (size_t j = 0; j < i; ++j)
+        if (all[i].overlaps(all[j]) || (j >= first_output && all[i].begin == all[j].begin))
+          fail(all[i].name, std::string("not share memory with ") + all[j].name, "buffers that overlap");
   }
 
  private:
-  void same_view(const NamedTensor& a, const NamedTensor& b) const {
-    if (b.second == nullptr || a.second->numel() == 0 || b.second->numel() == 0) return;
-    if (a.second->data_ptr() == b.second->data_ptr())
-      fail(a.first, std::string("not share memory with ") + b.first, "buffers that overlap");
-  }
-
-  // Bytes that a kernel touches in place: `rows` stretches of `width` bytes, `step` apart.
-  struct Stretches {
+  // Bytes of a tensor that a kernel touches in place: `rows` stretches of `width` bytes, `step` apart.
+  struct Touched {
+    const char* name = nullptr;
     int64_t begin = 0, width = 0, step = 0, rows = 0;
-  };
+    bool contiguous = false;
 
-  static Stretches stretches(const Tensor& t) {
-    Stretches s;
-    const auto size = static_cast<int64_t>(t.element_size());
-    if (t.numel() == 0) return s;
-    s.begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data_ptr()));
-    if (t.is_contiguous()) {
-      s.rows = 1, s.width = t.numel() * size;
-    } else if (t.dim() == 2 && (t.size(1) == 1 || t.stride(1) == 1)) {
-      s.rows = t.stride(0) == 0 ? 1 : t.size(0), s.width = t.size(1) * size, s.step = t.stride(0) * size;
+    Touched() = default;
+    explicit Touched(const NamedTensor& named) : name(named.first) {
+      const Tensor& t = *named.second;
+      const auto size = static_cast<int64_t>(t.element_size());
+      begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data_ptr()));
+      contiguous = t.is_contiguous();
+      if (contiguous) {
+        rows = 1, width = t.numel() * size;
+      } else if (t.dim() == 2 && (t.size(1) == 1 || t.stride(1) == 1)) {
+        rows = t.stride(0) == 0 ? 1 : t.size(0), width = t.size(1) * size, step = t.stride(0) * size;
+      }
     }
-    return s;
-  }
 
-  void pair_overlap(const NamedTensor& out, const NamedTensor& other) const {
-    if (other.second == nullptr || !out.second->is_contiguous()) return;
-    const Stretches a = stretches(*out.second), b = stretches(*other.second);
-    if (a.rows == 0 || b.rows == 0) return;
-    // The first stretch of b that ends behind a's begin meets a, or none does.
-    const int64_t gap = a.begin - b.begin - b.width;
-    const int64_t i = gap < 0 || b.step == 0 ? 0 : gap / b.step + 1;
-    const int64_t begin = b.begin + i * b.step;
-    if (i < b.rows && begin < a.begin + a.width && a.begin < begin + b.width)
-      fail(out.first, std::string("not share memory with ") + other.first, "buffers that overlap");
-  }
+    bool overlaps(const Touched& other) const {
+      if (!contiguous || other.rows == 0) return false;
+      // The other's first stretch that ends behind this begin meets it, or none does.
+      const int64_t gap = begin - other.begin - other.width;
+      const int64_t i = gap < 0 || other.step == 0 ? 0 : gap / other.step + 1;
+      const int64_t start = other.begin + i * other.step;
+      return i < other.rows && start < begin + width && begin < start + other.width;
+    }
+  };
 
   const char* op_;
 };

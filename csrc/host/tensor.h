@@ -92,7 +92,7 @@ class Written {
   const Tensor& tensor() const { return tensor_; }
   // Copying a tensor to itself moves nothing and counts as a write, so that autograd notices one over what it has
   // saved.
-  void commit() { torch::stable::copy_(target_, tensor_); }
+  void commit() { TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(target_.get(), tensor_.get(), 0)); }
 
  private:
   Tensor target_, tensor_;

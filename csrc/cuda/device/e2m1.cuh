@@ -174,27 +174,4 @@ struct Silu {
   }
 };
 
-// Looks up the silu of every bfloat16 from 2^-16 to 80 and from -80 to -2^-16 in shared memory.
-struct SiluTable {
-  static constexpr uint32_t kLeast = 0x3780, kMost = Silu<BFloat16>::kEighty, kSize = kMost - kLeast + 1;
-  const float* table;  // [2][kSize]: of positive and of negative gates
-
-  static __device__ __forceinline__ void fill(float* table, int thread, int threads) {
-#pragma unroll 4
-    for (uint32_t i = thread; i < 2 * kSize; i += threads)
-      table[i] = silu<false>(BFloat16::to_float(i < kSize ? kLeast + i : 0x8000u + kLeast + (i - kSize)));
-  }
-
-  __device__ __forceinline__ uint32_t pair(uint32_t gate, uint32_t up) const {
-    const uint32_t index = (gate >> 15 & 0x00010001u) * kSize + ((gate & kMagnitudes) - twice(kLeast));
-    return round_pair<BFloat16>(mul_rn(table[index & 0xffffu], low_to_float<BFloat16>(up)),
-                                mul_rn(table[index >> 16], high_to_float<BFloat16>(up)));
-  }
-
-  __device__ __forceinline__ uint4 operator()(const uint4& gate, const uint4& up) const {
-    if (__builtin_expect(!all_within(gate, kLeast, kMost), 0)) return silu_and_mul8_of_any<BFloat16>(gate, up);
-    return make_uint4(pair(gate.x, up.x), pair(gate.y, up.y), pair(gate.z, up.z), pair(gate.w, up.w));
-  }
-};
-
 }  // namespace mxfp4::cuda

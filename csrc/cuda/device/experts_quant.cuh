@@ -7,6 +7,7 @@
 #include "experts.cuh"
 #include "rows.cuh"
 #include "scales.cuh"
+#include "silu_table.cuh"
 
 namespace mxfp4::cuda {
 
@@ -83,25 +84,24 @@ __global__ void __launch_bounds__(256)
     quantize_row<T, kSilu, kSearch, kZero, kPerLane>(a, shape, row, std::conditional_t<kSilu, Silu<T>, NoSilu>{});
 }
 
-// For so many rows that a CTA an SM, which takes one after the other, is worth the making of its table of silu.
-constexpr int kTableThreads = 1024;
+// For so many rows that two CTAs an SM, which take one after the other, are worth their tables of silu.
+constexpr int kTableThreads = 512;
 
 template <bool kSearch, bool kZero>
-__global__ void __launch_bounds__(kTableThreads, 1)
+__global__ void __launch_bounds__(kTableThreads, 2)
     silu_table_quant_kernel(const __grid_constant__ QuantArgs a, const RowShape shape, const unsigned row_blocks) {
-  if (kZero && blockIdx.x >= row_blocks) {
-    wait_for_prior_launch();
+  __shared__ __align__(16) float table[SiluTable::kWords];
+  const bool zeroes = kZero && blockIdx.x >= row_blocks;
+  if (!zeroes) SiluTable::load(table, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y);
+  wait_for_prior_launch();
+  if (zeroes)
     return zero_padding(a.expert_offsets, a.blockscale_offsets, static_cast<int>(a.num_experts), a.output_scale,
                         blockIdx.x - row_blocks, shape.tiles);
-  }
-  __shared__ float table[2 * SiluTable::kSize];
-  SiluTable::fill(table, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y);
-  wait_for_prior_launch();
   __syncthreads();
   const unsigned rows = static_cast<unsigned>(a.rows), step = row_blocks * blockDim.y;
 #pragma unroll 1
   for (unsigned row = routed_row_index(); row < rows; row += step)
-    quantize_row<BFloat16, true, kSearch, kZero, 4>(a, shape, row, SiluTable{table});
+    quantize_row<BFloat16, true, kSearch, kZero, 4>(a, shape, row, SiluTable(table));
 }
 
 }  // namespace mxfp4::cuda

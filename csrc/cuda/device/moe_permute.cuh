@@ -47,10 +47,16 @@ struct FewBlocks {
   // The CTAs of one x.
   __device__ __forceinline__ int column() const { return blockIdx.z * gridDim.y + blockIdx.y; }
   __device__ __forceinline__ int columns() const { return gridDim.y * gridDim.z; }
-  // A zeroing CTA's first row of scale tiles, and how far it is to its next.
-  __device__ __forceinline__ int first_tile_row(int tokens) const { return (token() - tokens) * columns() + column(); }
-  __device__ __forceinline__ int next_tile_row(int tokens) const {
-    return (static_cast<int>(gridDim.x) - expert_blocks - tokens) * columns();
+  // Zeroes this CTA's share of the padding: some rows of scale tiles, of which `rows_of_tile` tells a warp how many of
+  // their rows belong to an expert.
+  template <typename RowsOfTile>
+  __device__ __forceinline__ void zero(const PermuteQuantArgs& a, const RowShape& shape, int tokens,
+                                       const RowsOfTile& rows_of_tile) const {
+    const int step = (static_cast<int>(gridDim.x) - expert_blocks - tokens) * columns();
+#pragma unroll 1
+    for (int tile_row = (token() - tokens) * columns() + column(); tile_row < tile_rows; tile_row += step)
+      zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * shape.tiles * kTileBytes, rows_of_tile(tile_row),
+                    shape.tiles, threadIdx.x, blockDim.x);
   }
   // This warp's first group of 32 experts, and how far it is to its next.
   __device__ __forceinline__ int first_group() const {
@@ -83,11 +89,7 @@ __global__ void __launch_bounds__(256)
   }
   const Place own = slots.place();
   if (!has_token) {
-#pragma unroll 1
-    for (int tile_row = blocks.first_tile_row(tokens); tile_row < blocks.tile_rows;
-         tile_row += blocks.next_tile_row(tokens))
-      zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * shape.tiles * kTileBytes,
-                    slots.rows_of_tile(a.metadata, own, tile_row), shape.tiles, threadIdx.x, blockDim.x);
+    blocks.zero(a, shape, tokens, [&](int tile_row) { return slots.rows_of_tile(a.metadata, own, tile_row); });
     return;
   }
 
@@ -168,11 +170,7 @@ __global__ void __launch_bounds__(512)
       for (int g = blocks.first_group(); 32 * g < static_cast<int>(a.metadata.num_experts); g += blocks.next_group())
         slots.write_experts(g);
     } else {
-#pragma unroll 1
-      for (int tile_row = blocks.first_tile_row(tokens); tile_row < blocks.tile_rows;
-           tile_row += blocks.next_tile_row(tokens))
-        zero_tile_row(a.output_scale + static_cast<int64_t>(tile_row) * shape.tiles * kTileBytes,
-                      slots.rows_of_tile(tile_row), shape.tiles, threadIdx.x, blockDim.x);
+      blocks.zero(a, shape, tokens, [&](int tile_row) { return slots.rows_of_tile(tile_row); });
     }
     return;
   }
