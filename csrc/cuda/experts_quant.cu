@@ -8,7 +8,7 @@ namespace {
 // From here on a table of silu is worth its way into shared memory.
 constexpr int64_t kUnitsOfTable = int64_t{7} << 16;
 // And from here on a lane takes four units.
-constexpr int64_t kUnitsOfWideLanes = int64_t{3} << 16;
+constexpr int64_t kUnitsOfWideLanes = int64_t{3} << 17;
 
 template <typename T, bool kSilu, bool kSearch, bool kZero, int kPerLane>
 void launch(const QuantArgs& a, const OnDevice& device) {

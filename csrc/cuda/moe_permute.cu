@@ -11,11 +11,12 @@ constexpr const char* kOp = "moe_permute_mxfp4_quant";
 // From here on a lane takes four units of a token: fewer, wider stores instead of more CTAs.
 constexpr int64_t kUnitsOfWideLanes = int64_t{1} << 14;
 constexpr int64_t kLanes = 128;                       // that share a chunk of a token
+constexpr int64_t kManyLanes = 256;                   // where there are CTAs enough all the same
 constexpr int64_t kMostColumns = kLanes * 8 * 65535;  // as many chunks as a grid is wide
 // From here on scales are kept by token and brought into whole tiles by a launch of their own.
 constexpr int64_t kTilesOfTiledScales = int64_t{1} << 19;
-constexpr int64_t kZeroingCtas = 132;  // as many as that GPU has SMs
-constexpr int64_t kSpareCtas = 66;     // half of the SMs of the GPU that this was measured on
+// Of the GPU that this was measured on: its SMs, and half of them.
+constexpr int64_t kSms = 132, kSpareCtas = 66;
 
 // The grid of FewBlocks, for CTAs of `warps` warps and rows of `chunks` chunks.
 dim3 few_grid(const PermuteQuantArgs& a, int64_t warps, int64_t chunks, FewBlocks& blocks) {
@@ -29,15 +30,16 @@ dim3 few_grid(const PermuteQuantArgs& a, int64_t warps, int64_t chunks, FewBlock
   const int64_t expert_blocks = ceil_div(ceil_div(a.metadata.num_experts, 32), warps * chunks * shares);
   const int64_t tile_rows = a.zero_padding ? a.scale_rows / kTileRows : 0;
   blocks = {static_cast<int>(expert_blocks), static_cast<int>(share), static_cast<int>(tile_rows)};
-  return dim3(
-      static_cast<unsigned>(expert_blocks + a.tokens + ceil_div(std::min(tile_rows, kZeroingCtas), chunks * shares)),
-      static_cast<unsigned>(chunks), static_cast<unsigned>(shares));
+  return dim3(static_cast<unsigned>(expert_blocks + a.tokens + ceil_div(std::min(tile_rows, kSms), chunks * shares)),
+              static_cast<unsigned>(chunks), static_cast<unsigned>(shares));
 }
 
 template <typename T, typename Id, int kPerLane>
 void launch_few(const PermuteQuantArgs& a, const OnDevice& device) {
   const RowShape shape = RowShape::of(a.K);
-  const int64_t lanes = std::min(round_up(ceil_div(shape.units, kPerLane), 32), kLanes);
+  const bool enough = a.tokens * ceil_div(shape.units, kLanes * kPerLane) > kSms;
+  const int64_t lanes =
+      std::min(round_up(ceil_div(shape.units, kPerLane), 32), kPerLane > 1 && enough ? kManyLanes : kLanes);
   FewBlocks blocks;
   const dim3 grid = few_grid(a, (kPlacingThreads + lanes) / 32, ceil_div(shape.units, lanes * kPerLane), blocks);
   Launch{device, grid, dim3(static_cast<unsigned>(kPlacingThreads + lanes)),
@@ -63,7 +65,7 @@ void choose_few(const PermuteQuantArgs& a, const OnDevice& device) {
 
 // CTAs that share the rows without an expert.
 int64_t zeroing_blocks(const PermuteQuantArgs& a) {
-  return std::clamp<int64_t>(ceil_div(a.metadata.rows * (a.K / 32), 4096), 1, kZeroingCtas);
+  return std::clamp<int64_t>(ceil_div(a.metadata.rows * (a.K / 32), 4096), 1, kSms);
 }
 
 template <typename T, typename Id, int kPerLane>

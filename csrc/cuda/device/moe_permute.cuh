@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(512)
     load_units(a, token, has_token, lane, shape.units, w);
     sync_half(false);
     sync_half(false);
-    packed = quantize_units<T>(w, lane, has_token, shape.units);
+    if (has_token) packed = quantize_units<T>(w, lane, true, shape.units);
   }
 
   if (!has_token) {
