@@ -41,6 +41,7 @@ MXFP4_HD uint32_t float_to_bits(float f) {
 struct BFloat16 {
   static constexpr uint16_t kInf = 0x7f80;
   static constexpr int kBias = 127;
+  static constexpr int kMantissa = 7;
   static constexpr uint16_t kNaN = 0x7fc0;
   static MXFP4_HD float to_float(uint16_t h) { return bits_to_float(static_cast<uint32_t>(h) << 16); }
   static MXFP4_HD uint16_t from_float(float f) {  // nearest even; a NaN becomes kNaN
@@ -53,6 +54,7 @@ struct BFloat16 {
 struct Float16 {
   static constexpr uint16_t kInf = 0x7c00;
   static constexpr int kBias = 15;
+  static constexpr int kMantissa = 10;
   static constexpr uint16_t kNaN = 0x7e00;
   static MXFP4_HD float to_float(uint16_t h) {
     uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, m = static_cast<uint32_t>(h & 0x7fffu);
@@ -121,25 +123,34 @@ MXFP4_HD float quotient_rn(float a, float b) {
 #endif
 }
 
-// gate / (1 + exp(-gate)), for |gate| <= 80 or, with kAny, for all that 16 bits can hold. exp by fma and add alone,
-// each correctly rounded: Cody-Waite reduction and a polynomial of degree 6, at most 1.25 * 2^-24 off. With kAny all is
-// divided by 16, exactly, so that exp, 1 + exp and its reciprocal are normal numbers for every gate.
+// exp(r) = 1 + r + kExp2 * r^2 + ..., for |r| <= ln(2) / 2.
+constexpr float kExp2 = 4.99999851e-1f, kExp3 = 1.66664720e-1f, kExp4 = 4.16695364e-2f, kExp5 = 8.37312452e-3f,
+                kExp6 = 1.37805939e-3f;
+constexpr float kMinusLog2E = -1.44269502f;
+constexpr float kMinusLn2High = -0.693145752f, kMinusLn2Low = -1.42860677e-06f;  // high: few bits, n * high is exact
+// 1.5 * 2^23: the last bit is worth one, so what is added to it is rounded to an integer, and the low bits hold that.
+constexpr float kInteger = 12582912.0f;
+constexpr float kGateLimit = 80.0f;
+
+// gate / (1 + exp(-gate)), for |gate| <= kGateLimit or, with kAny, for all that 16 bits can hold. exp by fma and add
+// alone, each correctly rounded: Cody-Waite reduction and a polynomial of degree 6, at most 1.25 * 2^-24 off. With kAny
+// all is divided by 16, exactly, so that exp, 1 + exp and its reciprocal are normal numbers for every gate.
+// cpu/row_kernels_avx2.h has silu<false> once more, in vectors.
 template <bool kAny>
 MXFP4_HD float silu(float gate) {
   constexpr float kUnit = kAny ? 0.0625f : 1.0f;
   // From 80 on, 1 + exp is 1; below -88.72 exp is Inf, and its place is taken by a gate of zero.
-  const float t = kAny ? min_of(max_of(gate, -88.75f), 80.0f) : gate;
-  // 1.5 * 2^23: the last bit is worth one, so -t / ln 2 is rounded, and the low bits hold it (less 4, with kAny).
-  constexpr float kMagic = kAny ? 12582908.0f : 12582912.0f;
-  const float z = fma_rn(t, -1.44269502f, kMagic);
+  const float t = kAny ? min_of(max_of(gate, -88.75f), kGateLimit) : gate;
+  constexpr float kMagic = kAny ? kInteger - 4.0f : kInteger;  // 2^-4 is the unit of kAny
+  const float z = fma_rn(t, kMinusLog2E, kMagic);
   const float n = add_rn(z, -kMagic);
-  float r = fma_rn(n, -0.693145752f, -t);
-  r = fma_rn(n, -1.42860677e-06f, r);
-  float p = 1.37805939e-3f;
-  p = fma_rn(p, r, 8.37312452e-3f);
-  p = fma_rn(p, r, 4.16695364e-2f);
-  p = fma_rn(p, r, 1.66664720e-1f);
-  p = fma_rn(p, r, 4.99999851e-1f);
+  float r = fma_rn(n, kMinusLn2High, -t);
+  r = fma_rn(n, kMinusLn2Low, r);
+  float p = kExp6;
+  p = fma_rn(p, r, kExp5);
+  p = fma_rn(p, r, kExp4);
+  p = fma_rn(p, r, kExp3);
+  p = fma_rn(p, r, kExp2);
   p = fma_rn(p, r, 1.0f);
   p = fma_rn(p, r, 1.0f);
   const float exp = bits_to_float(float_to_bits(p) + (float_to_bits(z) << 23));

@@ -181,6 +181,32 @@ def test_width_does_not_matter(dtype: torch.dtype, K: int, op: str, device: str)
     assert_blocks(x, quantize(x, device, op), reference.quantize_blocks(x), f"{dtype} {K}")
 
 
+@functools.cache
+def rare_among_usual(dtype: torch.dtype) -> Tensor:
+    """[R, 2K], also read as [2R, K]: usual numbers, and in some blocks what kernels may set apart. K is no whole number
+    of what a kernel takes at a time."""
+    seeded = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 74, 32, generator=seeded).to(dtype)
+    limits = torch.finfo(dtype)
+    subnormal = torch.tensor([0.25, 1.0, 1.75, 3.25, 3.5, 7.0]) * limits.smallest_normal
+    large = torch.tensor([79.5, 80.0, 80.5, 88.5, 88.75, 95.0, limits.max, torch.inf])
+    edge = torch.cat((torch.tensor([0.0, 8e-4, 1e-3, torch.nan]), subnormal, large, -large))
+    kind = torch.randint(0, 8, x.shape[:2], generator=seeded)
+    value = edge[torch.randint(0, len(edge), x.shape[:2], generator=seeded)].to(dtype)
+    one = torch.arange(32) == torch.randint(0, 32, x.shape[:2], generator=seeded).unsqueeze(-1)
+    x = torch.where(((kind == 0).unsqueeze(-1) & one), value.unsqueeze(-1), x)  # one such number
+    small = value.where(value.isfinite(), torch.zeros_like(value)).unsqueeze(-1)
+    x = torch.where((kind == 1).unsqueeze(-1), (x * 0.25).clamp(-1, 1) * small, x)  # a block no larger
+    return x.reshape(96, 74 * 32)
+
+
+@each_quant
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_rare_blocks_among_usual_ones(dtype: torch.dtype, op: str, device: str) -> None:
+    x = rare_among_usual(dtype).reshape(192, -1)
+    assert_blocks(x, quantize(x, device, op), reference.quantize_blocks(x), str(dtype))
+
+
 # silu -----------------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +245,13 @@ SILU_SWEEPS = {"ups": functools.cache(every_gate), "boundaries": functools.cache
 def test_every_gate_of_silu(sweep: str, dtype: torch.dtype, device: str) -> None:
     x, want = SILU_SWEEPS[sweep](dtype), oracle(sweep, dtype)
     assert_blocks(reference.silu_and_mul(x), quantize(x, device, SILU_OP), want, f"{sweep} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_rare_gates_among_usual_ones(dtype: torch.dtype, device: str) -> None:
+    x = rare_among_usual(dtype)
+    y = reference.silu_and_mul(x)
+    assert_blocks(y, quantize(x, device, SILU_OP), reference.quantize_blocks(y), str(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -270,8 +303,9 @@ def all_bytes(dtype: torch.dtype) -> list[Tensor]:
     packed, scale = every_code_and_scale()
     patterns = every_pattern_under_every_scale(dtype)
     tensors = [*quantize(patterns), *quantize(patterns, op=PERMUTE_OP)]
-    for sweep in SILU_SWEEPS.values():
-        tensors += quantize(sweep(dtype), op=SILU_OP)
+    tensors += quantize(rare_among_usual(dtype).reshape(192, -1))
+    for x in (rare_among_usual(dtype), *(sweep(dtype) for sweep in SILU_SWEEPS.values())):
+        tensors += quantize(x, op=SILU_OP)
     return [*tensors, mxfp4_ops.mxfp4_dequantize(packed, scale, *one_expert(256), dtype=dtype)]
 
 

@@ -1,10 +1,11 @@
 #include "row_kernels.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "../numerics.h"
+#include "row_kernels_generic.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,93 +14,28 @@
 namespace mxfp4::cpu {
 namespace {
 
-// code(v) = how many of the seven boundaries between codes lie below v. For 16-bit values, scaled boundaries are
-// compared as integers: exact for every scale, subnormals included, without one floating-point operation.
-struct Boundaries {
-  int16_t below[256][8];  // [scale][i]: the largest magnitude (as bits) that still has a code <= i
-};
-
-template <typename T>
-Boundaries make_boundaries() {
-  // A tie goes to the even code, so the boundary itself belongs to the lower code where that is even.
-  constexpr float edge[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
-  Boundaries b;
-  for (uint32_t s = 0; s < 256; ++s) {
-    for (int i = 0; i < 8; ++i) {
-      int32_t low = 0, high = T::kInf - 1;  // s = 0xff: finite elements have code 0, NaN and Inf code 7
-      if (s == 0 || i == 7) {
-        low = 0x7fff;
-      } else if (s == kScaleNaN) {
-        low = high;
-      } else {
-        const double bound = static_cast<double>(edge[i]) * std::ldexp(1.0, static_cast<int>(s) - 127);
-        auto below = [&](int32_t h) {
-          const double v = T::to_float(static_cast<uint16_t>(h));
-          return i % 2 == 0 ? v <= bound : v < bound;
-        };
-        while (low < high) {
-          const int32_t mid = (low + high + 1) / 2;
-          if (below(mid)) low = mid;
-          else high = mid - 1;
-        }
-      }
-      b.below[s][i] = static_cast<int16_t>(low);
-    }
-  }
-  return b;
-}
-
-template <typename T>
-Boundaries make_boundaries_exactly() {
-  const ExactFloat exact;
-  return make_boundaries<T>();
-}
-
-const Boundaries kBFloat16Boundaries = make_boundaries_exactly<BFloat16>();
-const Boundaries kFloat16Boundaries = make_boundaries_exactly<Float16>();
-
-// The silu of each of the 65,536 values, made when a row is first in need of it: a quarter of a megabyte, of which
-// usual gates touch what fits in L1.
-template <typename T>
-std::vector<float> silu_of_all() {
-  const ExactFloat exact;
-  std::vector<float> result(1 << 16);
-  for (uint32_t h = 0; h < result.size(); ++h) result[h] = silu<true>(T::to_float(static_cast<uint16_t>(h)));
-  return result;
-}
-
-// The same loops once for each instruction set. Included as text: a vector type is broken up for the target of the
-// function that it is written in, before anything is inlined.
-#define MXFP4_VECTOR_BYTES 16
-namespace baseline {
-#include "row_kernels_body.h"
-}
-#undef MXFP4_VECTOR_BYTES
-// clang has no such pragma and compiles the baseline alone.
+// clang has no such pragma and compiles the generic loops alone.
 #if defined(__x86_64__) && !defined(__clang__)
 #define MXFP4_X86_SETS
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,bmi,bmi2")
-#define MXFP4_VECTOR_BYTES 32
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
-#include "row_kernels_body.h"
+#include "row_kernels_avx2.h"
 }
-#undef MXFP4_VECTOR_BYTES
 #pragma GCC pop_options
+// The same text with twice the registers.
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi,bmi2,prefer-vector-width=512")
-#define MXFP4_VECTOR_BYTES 64
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace avx512 {
-#include "row_kernels_body.h"
+#include "row_kernels_avx2.h"
 }
-#undef MXFP4_VECTOR_BYTES
 #pragma GCC pop_options
 #endif
 
 // Constants: no code of an instruction set runs before the CPU has been asked for it.
 #define MXFP4_TABLE(set, name) \
-  {name, set::quantize_bfloat16, set::quantize_float16, set::silu_and_mul_bfloat16, set::silu_and_mul_float16}
-constexpr RowKernels kBaseline = MXFP4_TABLE(baseline, "default");
+  {name, set::quantize<BFloat16>, set::quantize<Float16>, set::silu_and_mul<BFloat16>, set::silu_and_mul<Float16>}
+constexpr RowKernels kGeneric = MXFP4_TABLE(generic, "default");
 #if defined(MXFP4_X86_SETS)
 constexpr RowKernels kAvx2 = MXFP4_TABLE(avx2, "avx2");
 constexpr RowKernels kAvx512 = MXFP4_TABLE(avx512, "avx512");
@@ -108,17 +44,17 @@ constexpr RowKernels kAvx512 = MXFP4_TABLE(avx512, "avx512");
 const RowKernels& choose() {
 #if defined(MXFP4_X86_SETS)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const char* set = std::getenv("MXFP4_OPS_CPU_CAPABILITY");
   auto asked = [&](const char* name) { return set != nullptr && std::strcmp(set, name) == 0; };
-  if (asked("default")) return kBaseline;
+  if (asked("default")) return kGeneric;
   if (has_avx512 && !asked("avx2")) return kAvx512;
   if (has_avx2) return kAvx2;
 #endif
-  return kBaseline;
+  return kGeneric;
 }
 
 }  // namespace
