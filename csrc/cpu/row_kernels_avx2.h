@@ -48,7 +48,7 @@ struct Constants {
 };
 
 // Of each block of a group the scale, and what is to be taken from a magnitude to get d, twice. false: a block has NaN
-// or Inf, or 0.25 * scale is subnormal.
+// or Inf, or 0.25 * scale is subnormal and the block is not all zeros.
 template <typename T>
 inline bool group_scales(const uint16_t* x, uint8_t* scales, int16_t* bases) {
   constexpr int kQuarter = kOctave<T> / 4;
@@ -68,15 +68,18 @@ inline bool group_scales(const uint16_t* x, uint8_t* scales, int16_t* bases) {
       _mm_max_epu16(amax, _mm_shuffle_epi8(amax, _mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)));
 
   const __m128i rounded = _mm_add_epi16(amax, _mm_set1_epi16(kQuarter));  // carries from a significand of 1.75 on
-  const __m128i scale = _mm_add_epi16(_mm_srli_epi16(rounded, T::kMantissa), _mm_set1_epi16(127 - T::kBias - 2));
+  const __m128i zero = _mm_cmpeq_epi16(amax, _mm_setzero_si128());
+  const __m128i scale =
+      _mm_andnot_si128(zero, _mm_add_epi16(_mm_srli_epi16(rounded, T::kMantissa), _mm_set1_epi16(127 - T::kBias - 2)));
   const int scale_bytes =
       _mm_cvtsi128_si32(_mm_shuffle_epi8(scale, _mm_setr_epi8(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)));
   std::memcpy(scales, &scale_bytes, kGroup);
   const __m128i base = _mm_sub_epi16(_mm_andnot_si128(_mm_set1_epi16(kOctave<T> - 1), rounded),
                                      _mm_set1_epi16(4 * kOctave<T> - 5 * kQuarter));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(bases), base);
-  const __m128i rare =
-      _mm_subs_epu16(_mm_sub_epi16(amax, _mm_set1_epi16(kNormalFrom)), _mm_set1_epi16(T::kInf - 1 - kNormalFrom));
+  // With 0x4000 taken from it, a zero has code 0.
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(bases), _mm_blendv_epi8(base, _mm_set1_epi16(0x4000), zero));
+  const __m128i rare = _mm_andnot_si128(zero, _mm_subs_epu16(_mm_sub_epi16(amax, _mm_set1_epi16(kNormalFrom)),
+                                                             _mm_set1_epi16(T::kInf - 1 - kNormalFrom)));
   return _mm_testz_si128(rare, rare);
 }
 
