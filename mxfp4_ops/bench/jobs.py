@@ -153,8 +153,10 @@ class Inputs:
 
     @functools.cached_property
     def gate_up(self) -> Tensor:
-        """[R, 2K], sorted rows."""
-        return self._random(self.size.R, 2 * self.size.K)
+        """[R, 2K], sorted rows. Gates are tens at most, as in models: far beyond, silu is zero or the gate itself."""
+        values = self._random(self.size.R, 2 * self.size.K)
+        values[:, : self.size.K] *= 2**-3
+        return values
 
     def _random(self, rows: int, columns: int) -> Tensor:
         """Normal values whose magnitude varies from block to block: were all scales alike, none could be misplaced."""
