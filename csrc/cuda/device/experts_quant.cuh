@@ -41,7 +41,13 @@ __device__ __forceinline__ void quantize_row(const QuantArgs& a, const RowShape&
     if constexpr (kSilu) up[i] = load ? input[shape.units + i * lanes] : make_uint4(0, 0, 0, 0);
   }
 
-  if constexpr (kSearch) expert = search(a.expert_offsets, E, static_cast<int>(row));
+  if constexpr (kSearch) {
+    // Up to 1,024 experts, brings the offsets of the scales into the L1 cache while those of the rows are searched.
+    int scales;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(scales) : "l"(a.blockscale_offsets + (threadIdx.x & 31) * E / 32));
+    expert = search(a.expert_offsets, E, static_cast<int>(row));
+    asm volatile("" ::"r"(scales));
+  }
   const bool has_expert = static_cast<unsigned>(expert) < static_cast<unsigned>(E);
   const ExpertOffsets offsets(a.expert_offsets, a.blockscale_offsets, has_expert ? expert : 0);
   uint32_t codes[kPerLane], scale[kPerLane];
