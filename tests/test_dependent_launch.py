@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+import samples
 import torch
 from torch import Tensor
 
@@ -12,16 +13,41 @@ import mxfp4_ops
 
 pytestmark = pytest.mark.gpu
 
-K, E, TOPK = 512, 20, 4
-LATE = 1 << 25  # bytes of a buffer that a kernel takes some 15 us to write; what is at its end is written last
+E = 20
+LATE = 1 << 25  # bytes that a kernel takes some 15 us to write
+
+
+@dataclass(frozen=True)
+class Size:
+    m: int
+    K: int = 512
+    topk: int = 4
+    without: str = ""  # what launches do without (MXFP4_OPS_CUDA_WITHOUT)
+
+    def __str__(self) -> str:
+        return "-".join(str(part) for part in (self.m, self.K, self.topk, self.without) if part)
+
+
+SIZES = [Size(m) for m in (1, 5, 100, 700)]  # a warp's slots, a CTA's, a cluster's
+# Each other way that a call can take: the silu table and wide lanes (900, 1024), scales in whole tiles (1024, 8192, 8).
+WAYS = [
+    *(Size(100, without=without) for without in ("few_slots", "few_slots,clusters", "warp_slots", "wide_lanes")),
+    Size(700, without="clusters"),
+    Size(200, 1024),
+    Size(900, 1024),
+    Size(900, 1024, without="clusters"),
+    Size(900, 1024, without="silu_table"),
+    Size(1024, 8192, 8),
+    Size(1024, 8192, 8, "clusters"),
+]
 
 
 class Late:
     """Tensors at the end of a large buffer, so that the kernel that copies into it writes them last."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self.memory = torch.zeros(LATE, dtype=torch.uint8, device="cuda")
-        self.views, end = [], LATE
+        end = LATE + sum(-(-t.nbytes // 256) * 256 for t in tensors)
+        self.memory, self.views = torch.zeros(end, dtype=torch.uint8, device="cuda"), []
         for t in tensors:
             end -= -(-t.nbytes // 256) * 256
             self.views.append(self.memory[end : end + t.nbytes].view(t.dtype).view(t.shape))
@@ -55,34 +81,40 @@ class Call:
         return [self(i) for i in self.inputs]
 
 
-def inputs(m: int, seed: int) -> dict[str, Tensor]:
+def inputs(size: Size, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, E, (m, TOPK), generator=generator)
-    data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, 64, K)
-    x = torch.randn(m, K, generator=generator).bfloat16()
+    ids = torch.randint(-1, E, (size.m, size.topk), generator=generator)
+    x = torch.randn(size.m, size.K, generator=generator).bfloat16()
+    if not has_rows(size):
+        return {"ids": ids, "x": x}
+    data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, 64, size.K)
     rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
     packed, scale = mxfp4_ops.mxfp4_experts_quant(rows, data.expert_offsets, data.blockscale_offsets, E)
     both = torch.cat((rows, rows.flip(0)), 1)
     return {"ids": ids, "x": x, "rows": rows, "both": both, "packed": packed, "scale": scale} | data._asdict()
 
 
-def calls(m: int) -> Iterator[Call]:
-    of = [inputs(m, seed) for seed in range(2)]
+def has_rows(size: Size) -> bool:
+    """Whether sorted rows are few enough for a quick test."""
+    return size.m * size.topk * size.K <= 1 << 22
+
+
+def calls(size: Size) -> Iterator[Call]:
+    of = [inputs(size, seed) for seed in range(2)]
 
     def call(op: Callable, *arguments: object) -> Call:
         return Call(op, tuple([i[a] if isinstance(a, str) else a for a in arguments] for i in of))
 
-    yield call(mxfp4_ops.get_cutlass_moe_mm_data, "ids", E, 64, K)
+    yield call(mxfp4_ops.get_cutlass_moe_mm_data, "ids", E, 64, size.K)
     yield call(mxfp4_ops.moe_permute_mxfp4_quant, "x", "ids", E, 64)
+    if not has_rows(size):
+        return
     yield call(mxfp4_ops.shuffle_rows, "x", "input_permutation")
     to_float = functools.partial(mxfp4_ops.mxfp4_dequantize, dtype=torch.float32)
     yield call(to_float, "packed", "scale", "expert_offsets", "blockscale_offsets")
     for op, rows in ((mxfp4_ops.mxfp4_experts_quant, "rows"), (mxfp4_ops.silu_and_mul_mxfp4_experts_quant, "both")):
         yield call(op, rows, "expert_offsets", "blockscale_offsets", E)
         yield call(op, rows, "expert_offsets", "blockscale_offsets", E, "sorted_expert_ids")
-
-
-SIZES = [1, 5, 100, 700, 4000]  # one launch, two, three
 
 
 def same(results: list[Tensor], want: list[Tensor], what: str) -> None:
@@ -115,9 +147,20 @@ def two_streams(target: Tensor, source: Tensor) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("front", [copy, kernel, kernel_and_memset, two_streams])
-@pytest.mark.parametrize("m", SIZES)
-def test_waits_for_what_is_written_in_front(m: int, front: Callable, captured: bool) -> None:
-    for call in calls(m):
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_waits_for_what_is_written_in_front(size: Size, front: Callable, captured: bool) -> None:
+    check_waits(size, front, captured)
+
+
+@pytest.mark.parametrize("size", WAYS, ids=str)
+def test_waits_in_every_way(size: Size, monkeypatch) -> None:
+    monkeypatch.setenv("MXFP4_OPS_CUDA_WITHOUT", size.without)
+    check_waits(size, kernel, captured=True)
+    check_leaves_alone(size)
+
+
+def check_waits(size: Size, front: Callable, captured: bool) -> None:
+    for call in calls(size):
         sources = [Late(call.tensors(turn)).memory for turn in range(2)]
         source, target = torch.empty_like(sources[0]), Late(call.tensors(1))
 
@@ -138,13 +181,13 @@ def test_waits_for_what_is_written_in_front(m: int, front: Callable, captured: b
                 graph.replay()
             else:
                 results = step()
-            same(results, call.want[turn % 2], f"{call.op} m {m}, turn {turn}")
+            same(results, call.want[turn % 2], f"{call.op} {size}, turn {turn}")
 
 
-@pytest.mark.parametrize("m", SIZES)
-def test_captured_alone(m: int) -> None:
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_captured_alone(size: Size) -> None:
     """The first node of a graph has nothing in front of it."""
-    for call in calls(m):
+    for call in calls(size):
         target = Late(call.tensors(1))
         call(call.arguments(target.views))
         graph = torch.cuda.CUDAGraph()
@@ -153,12 +196,16 @@ def test_captured_alone(m: int) -> None:
         for turn in range(3):
             kernel(target.memory, Late(call.tensors(turn % 2)).memory)
             graph.replay()
-            same(results, call.want[turn % 2], f"{call.op} m {m}, turn {turn}")
+            same(results, call.want[turn % 2], f"{call.op} {size}, turn {turn}")
 
 
-@pytest.mark.parametrize("m", SIZES)
-def test_leaves_alone_what_is_read_in_front(m: int) -> None:
-    for call in calls(m):
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_leaves_alone_what_is_read_in_front(size: Size) -> None:
+    check_leaves_alone(size)
+
+
+def check_leaves_alone(size: Size) -> None:
+    for call in calls(size):
         result = call.op(*call.inputs[0])
 
         def out(views: list[Tensor], result: object = result) -> object:
@@ -172,25 +219,25 @@ def test_leaves_alone_what_is_read_in_front(m: int) -> None:
             kernel(saved, buffers.memory)
             call(of[turn % 2], out=out(buffers.views))
             equal = torch.equal(saved.cpu(), before)
-            assert equal, f"{call.op} m {m}, turn {turn}"
+            assert equal, f"{call.op} {size}, turn {turn}"
             call(call.inputs[turn % 2], out=out(want))
-            same(buffers.views, want, f"{call.op} m {m}, turn {turn}")
+            same(buffers.views, want, f"{call.op} {size}, turn {turn}")
 
 
 def test_a_chain() -> None:
     """Each kernel starts while the one before ends, and the ends of all before it are behind it."""
-    m = 64
-    of = [inputs(m, seed) for seed in range(2)]
+    size = Size(64)
+    of = [inputs(size, seed) for seed in range(2)]
 
     def chain(x: Tensor, ids: Tensor) -> list[Tensor]:
         results = []
         for _ in range(3):
-            data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, 64, K)
+            data = mxfp4_ops.get_cutlass_moe_mm_data(ids, E, 64, size.K)
             rows = mxfp4_ops.shuffle_rows(x, data.input_permutation)
             where = data.expert_offsets, data.blockscale_offsets
             codes, scale = mxfp4_ops.mxfp4_experts_quant(rows, *where, E, data.sorted_expert_ids)
             values = mxfp4_ops.mxfp4_dequantize(codes, scale, *where, dtype=x.dtype)
-            x = mxfp4_ops.shuffle_rows(values, data.output_permutation[::TOPK].contiguous())
+            x = mxfp4_ops.shuffle_rows(values, data.output_permutation[:: size.topk].contiguous())
             results += [*data, rows, codes, scale, values, x]
         return results
 
@@ -206,3 +253,31 @@ def test_a_chain() -> None:
         want = chain(of[turn % 2]["x"], of[turn % 2]["ids"])
         same(results, want, f"captured, turn {turn}")
         same(chain(x, ids), want, f"eager, turn {turn}")
+
+
+FIRST_CALLS_CAPTURED = r"""
+import torch
+import mxfp4_ops as ops
+K, E = 1024, 20
+graphs = []
+for m in (700, 1):  # what the first calls ask of the GPU, they ask while a stream is captured
+    x, ids = torch.randn(m, K).bfloat16(), torch.randint(-1, E, (m, 4))
+    on_gpu = x.cuda(), ids.cuda()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused = ops.moe_permute_mxfp4_quant(*on_gpu, E, 64)
+        rows = ops.shuffle_rows(on_gpu[0], fused.input_permutation)
+        codes = ops.mxfp4_experts_quant(rows, fused.expert_offsets, fused.blockscale_offsets, E)
+    graph.replay()
+    want = ops.moe_permute_mxfp4_quant(x, ids, E, 64)
+    for got, w in zip((*fused, *codes), (*want, *want[-2:]), strict=True):
+        assert torch.equal(got.cpu(), w), m
+print("same")
+"""
+
+
+def test_the_first_calls_are_captured() -> None:
+    done = samples.run_python(FIRST_CALLS_CAPTURED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "same\n"

@@ -47,8 +47,9 @@ bool has_cluster(const char* op, const OnDevice& device) {
     config.dynamicSmemBytes = shared;
     config.attrs = &size;
     config.numAttrs = 1;
-    check_cuda(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    answer = clusters > 0 ? 1 : -1;
+    const bool asked = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
+    if (!asked) cudaGetLastError();  // some say so of a size that they do not have
+    answer = asked && clusters > 0 ? 1 : -1;
   }
   return answer > 0;
 }
@@ -56,7 +57,7 @@ bool has_cluster(const char* op, const OnDevice& device) {
 // One launch of CTAs that read each other's counts: as fast as two launches up to 16,384 slots, and little slower up to
 // the most that it takes. False where the GPU or the sizes do not allow it.
 template <typename Id>
-bool launch_cluster(const char* op, const MetadataArgs& a, const OnDevice& device) {
+bool launch_cluster(const char* op, const MetadataArgs& a, const OnDevice& device, bool followed) {
   constexpr int64_t kMostSlots = int64_t{kClusterCtas} * kClusterSpan;
   if (a.num_experts > kMostClusterExperts || a.rows > kMostSlots || !device.has_clusters()) return false;
   if (!has_cluster<Id>(op, device)) return false;
@@ -67,12 +68,12 @@ bool launch_cluster(const char* op, const MetadataArgs& a, const OnDevice& devic
   const auto bytes = sizeof(SortedSlot) * span + sizeof(int32_t) * (slot_warps + 1) * a.num_experts;
   Launch{device, dim3(kClusterCtas), dim3(kMetadataThreads), bytes, kClusterCtas}(
       op, metadata_cluster_kernel<Id>, a, static_cast<int>(span), static_cast<int>(stretch),
-      static_cast<int>(slot_warps));
+      static_cast<int>(slot_warps), followed);
   return true;
 }
 
 template <typename Id>
-void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) {
+void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device, bool followed) {
   const int64_t E = a.num_experts, most_warps = kMetadataThreads / 32;
   auto bytes = [&](int64_t histograms) { return histograms * E * static_cast<int64_t>(sizeof(int32_t)); };
   int64_t ctas = 1, span = 0, slot_warps = 0;
@@ -96,7 +97,7 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
       Launch{device, blocks, dim3(kMetadataThreads), static_cast<size_t>(bytes(1))}(
           op, count_experts_kernel<Id>, a, shares(), mutable_data<int32_t>(counted));
       return Launch{device, blocks, threads(), static_cast<size_t>(bytes(slot_warps))}(
-          op, metadata_kernel<Id, true>, a, shares(), nullptr, data<int32_t>(counted));
+          op, metadata_kernel<Id, true>, a, shares(), nullptr, data<int32_t>(counted), followed);
     }
   }
 
@@ -110,31 +111,32 @@ void launch_many(const char* op, const MetadataArgs& a, const OnDevice& device) 
       slot_warps = wanted;
       const Tensor scratch = device.scratch(slot_warps * E);
       return Launch{device, dim3(1), threads()}(op, metadata_kernel<Id, false>, a, shares(),
-                                                mutable_data<int32_t>(scratch), nullptr);
+                                                mutable_data<int32_t>(scratch), nullptr, followed);
     }
   }
   const auto kernel = metadata_kernel<Id, true>;
   // The attribute belongs to the process: always the same value, so that no thread takes away what another needs.
   if (bytes(slot_warps) > kDefaultShared)
     check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)));
-  Launch{device, dim3(1), threads(), static_cast<size_t>(bytes(slot_warps))}(op, kernel, a, shares(), nullptr, nullptr);
+  Launch{device, dim3(1), threads(), static_cast<size_t>(bytes(slot_warps))}(op, kernel, a, shares(), nullptr, nullptr,
+                                                                             followed);
 }
 
 template <typename Id>
-void choose(const char* op, const MetadataArgs& a, const OnDevice& device) {
+void choose(const char* op, const MetadataArgs& a, const OnDevice& device, bool followed) {
   const bool few = a.rows <= kFewSlots && a.num_experts <= kFewExperts && !is_without("few_slots");
   if (few) launch_few<Id>(op, a, device);
-  else if (!launch_cluster<Id>(op, a, device)) launch_many<Id>(op, a, device);
+  else if (!launch_cluster<Id>(op, a, device, followed)) launch_many<Id>(op, a, device, followed);
 }
 
 }  // namespace
 
-void launch_metadata(const char* op, const MetadataArgs& args, const OnDevice& device) {
-  args.ids_are_int64 ? choose<int64_t>(op, args, device) : choose<int32_t>(op, args, device);
+void launch_metadata(const char* op, const MetadataArgs& args, const OnDevice& device, bool followed) {
+  args.ids_are_int64 ? choose<int64_t>(op, args, device, followed) : choose<int32_t>(op, args, device, followed);
 }
 
 void Backend::metadata(const MetadataArgs& args) {
-  launch_metadata("get_cutlass_moe_mm_data", args, OnDevice(args.device));
+  launch_metadata("get_cutlass_moe_mm_data", args, OnDevice(args.device), false);
 }
 
 }  // namespace mxfp4::cuda

@@ -5,6 +5,7 @@
 
 namespace mxfp4::cuda {
 
-void launch_metadata(const char* op, const MetadataArgs& args, const OnDevice& device);
+// followed: kernels of the same call come next, and may start before these have ended.
+void launch_metadata(const char* op, const MetadataArgs& args, const OnDevice& device, bool followed);
 
 }  // namespace mxfp4::cuda

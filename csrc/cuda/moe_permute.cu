@@ -90,14 +90,14 @@ void launch_many(const PermuteQuantArgs& a, const OnDevice& device) {
   const RowShape shape = RowShape::of(a.K);
   const bool tiled = a.metadata.rows * shape.tiles >= kTilesOfTiledScales && !is_without("tiled_scales");
   if (!tiled) {
-    launch_metadata(kOp, metadata, device);
+    launch_metadata(kOp, metadata, device, true);
     return a.metadata.ids_are_int64 ? launch_tokens<T, int64_t, kPerLane>(a, metadata.blockscale_offsets, device)
                                     : launch_tokens<T, int32_t, kPerLane>(a, metadata.blockscale_offsets, device);
   }
 
   const Tensor token_scales = device.scratch(a.tokens * token_scale_words(shape.tiles));
   uint32_t* scales = reinterpret_cast<uint32_t*>(mutable_data<int32_t>(token_scales));
-  launch_metadata(kOp, metadata, device);
+  launch_metadata(kOp, metadata, device, true);
   const RowGrid grid = row_grid(a.tokens, shape.units, kPerLane);
   Launch{device, grid.blocks, grid.threads}(kOp, quantize_tokens_kernel<T, kPerLane>, a, shape, scales);
 
@@ -120,7 +120,7 @@ void choose(const PermuteQuantArgs& a, const OnDevice& device) {
 
 void Backend::moe_permute_mxfp4_quant(const PermuteQuantArgs& a) {
   const OnDevice device(a.device);
-  if (a.metadata.rows == 0) return launch_metadata(kOp, a.metadata, device);  // then S is 0, too
+  if (a.metadata.rows == 0) return launch_metadata(kOp, a.metadata, device, false);  // then S is 0, too
   a.is_bfloat16 ? choose<BFloat16>(a, device) : choose<Float16>(a, device);
 }
 

@@ -3,9 +3,12 @@
 // nothing, and kernels follow one another.
 //
 // Every kernel waits before it touches memory, in every CTA, for the kernel behind it takes its end as the end of all
-// before. One alone reads and writes before it waits: what follows a kernel of ours that said launch_dependents after
-// its own wait, so that only that one can be running. And nothing is read through the cache of constants (__ldg,
-// __restrict__): the kernel in front may still be writing it.
+// before. (A kernel of somebody else's that starts early and never waits breaks that for whoever follows it.) Nothing
+// is read through the cache of constants (__ldg, __restrict__): the kernel in front may still be writing it.
+//
+// The later kernels of one call do more before they wait. The first has waited before it said launch_dependents, so
+// that all before the call has ended when they start: what the call was given may be read, past L1 (__ldcg), which may
+// be older than that end, and what no kernel of the call reads or writes meanwhile may be written.
 #pragma once
 
 namespace mxfp4::cuda {
@@ -17,8 +20,8 @@ __device__ __forceinline__ void wait_for_prior_launch() {
 #endif
 }
 
-// The next kernel may start once all CTAs of this one have said so. Said only where kernels of one call overlap: CTAs
-// that merely wait take the place of others.
+// The next kernel may start once all CTAs of this one have said so. Said only to kernels of the same call: others would
+// take the place of CTAs to do nothing but wait, and grouped GEMMs are known that read their problem sizes before that.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

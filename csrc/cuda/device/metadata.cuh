@@ -68,16 +68,17 @@ struct SortedSlot {
   int32_t token, expert;
 };
 
-// CTA c takes `span` slots from c * span on, each of its first `slot_warps` warps `stretch` of them, at most
-// 32 * kClusterRounds; all are multiples of 32. Shared memory: SortedSlot[span], then int32 [slot_warps + 1][E].
+// followed: by a kernel of the same call. CTA c takes `span` slots from c * span on, each of its first `slot_warps`
+// warps `stretch` of them, at most 32 * kClusterRounds; all are multiples of 32. Shared memory: SortedSlot[span], then
+// int32 [slot_warps + 1][E].
 template <typename Id>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
     metadata_cluster_kernel(const __grid_constant__ MetadataArgs a, const int span, const int stretch,
-                            const int slot_warps) {
+                            const int slot_warps, const bool followed) {
   extern __shared__ __align__(16) int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32], warp_own[32];
   wait_for_prior_launch();
-  launch_dependents();
+  if (followed) launch_dependents();
   const int E = static_cast<int>(a.num_experts), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const unsigned cta = cluster_rank(), ctas = gridDim.x;
   SortedSlot* sorted = reinterpret_cast<SortedSlot*>(shared);
@@ -208,15 +209,15 @@ __global__ void __launch_bounds__(kMetadataThreads, 1)
 }
 
 // histograms: [slot_warps][E], in shared memory where that is large enough, else in `scratch` (then of a single CTA).
-// counts: of count_experts_kernel where there are several CTAs, else null.
+// counts: of count_experts_kernel where there are several CTAs, else null. followed: by a kernel of the same call.
 template <typename Id, bool kShared>
 __global__ void __launch_bounds__(kMetadataThreads, 1)
     metadata_kernel(const __grid_constant__ MetadataArgs a, const Shares shares, int32_t* scratch,
-                    const int32_t* counts) {
+                    const int32_t* counts, const bool followed) {
   extern __shared__ __align__(16) int32_t shared[];
   __shared__ int32_t warp_rows[32], warp_tiles[32];
   if (counts == nullptr) wait_for_prior_launch();
-  launch_dependents();
+  if (followed) launch_dependents();
   int32_t* histograms = shared;
   if constexpr (!kShared) histograms = scratch;
   const int E = static_cast<int>(a.num_experts), threads = blockDim.x, tid = threadIdx.x, lane = tid & 31,

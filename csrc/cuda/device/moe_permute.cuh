@@ -15,7 +15,7 @@
 
 namespace mxfp4::cuda {
 
-// Loads a lane's units of a token.
+// Loads a lane's units of a token; past L1, for some do before they wait (dependent_launch.cuh).
 template <int kPerLane>
 __device__ __forceinline__ void load_units(const PermuteQuantArgs& a, int64_t token, bool in_range, const RowLane& lane,
                                            int units, uint4 (&w)[kPerLane]) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_units(const PermuteQuantArgs& a, int64_t to
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int u = lane.first + i * lane.lanes;
-    w[i] = in_range && u < units ? input[u] : make_uint4(0, 0, 0, 0);
+    w[i] = in_range && u < units ? __ldcg(input + u) : make_uint4(0, 0, 0, 0);
   }
 }
 

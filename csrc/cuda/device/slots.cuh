@@ -17,15 +17,23 @@ __device__ __forceinline__ int checked_id(const MetadataArgs& a, Id raw) {
   return id < static_cast<uint64_t>(a.has_expert_map ? a.expert_map_size : a.num_experts) ? static_cast<int>(id) : -1;
 }
 
-// The expert here of a router's id or -1; num_experts if it has none.
-__device__ __forceinline__ int local_expert(const MetadataArgs& a, int id) {
-  if (a.has_expert_map && id >= 0) id = a.expert_map[id];
-  return static_cast<int>(min(static_cast<unsigned>(id), static_cast<unsigned>(a.num_experts)));
+// num_experts stands for none.
+__device__ __forceinline__ int expert_or_none(const MetadataArgs& a, int expert) {
+  return static_cast<int>(min(static_cast<unsigned>(expert), static_cast<unsigned>(a.num_experts)));
 }
 
+// The expert here of a router's id or -1.
+__device__ __forceinline__ int local_expert(const MetadataArgs& a, int id) {
+  if (a.has_expert_map && id >= 0) id = a.expert_map[id];
+  return expert_or_none(a, id);
+}
+
+// Past L1, for some ask before they wait (dependent_launch.cuh).
 template <typename Id>
 __device__ __forceinline__ int expert_of(const MetadataArgs& a, int64_t slot) {
-  return local_expert(a, checked_id(a, static_cast<const Id*>(a.topk_ids)[slot]));
+  int id = checked_id(a, __ldcg(static_cast<const Id*>(a.topk_ids) + slot));
+  if (a.has_expert_map && id >= 0) id = __ldcg(a.expert_map + id);
+  return expert_or_none(a, id);
 }
 
 __device__ __forceinline__ int tiles_of(int count) { return (count + 127) >> 7; }
