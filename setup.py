@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -81,19 +82,22 @@ def find_cudart(home: str) -> str | None:
     return found[0] if found else None
 
 
-def generate_silu_table() -> str:
-    """The folder of silu_table.inc, which a program of the project prints (see there)."""
-    folder = os.path.join(ROOT, "build", "generated")
-    os.makedirs(folder, exist_ok=True)
-    program = os.path.join(folder, "silu_table")
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
+def generate_silu_table(folder: Path) -> Path:
+    """silu_table.inc in a folder, printed by a program of the project that is compiled for it (see there)."""
+    asked = (os.environ.get("CXX") or "").strip() or "c++"
+    compiler = [asked] if shutil.which(asked) else shlex.split(asked)
     source = os.path.join(ROOT, "csrc", "tools", "silu_table.cpp")
-    subprocess.run([*compiler, "-std=c++17", "-O1", "-ffp-contract=off", source, "-o", program], check=True)
-    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
-    table = Path(folder, "silu_table.inc")
+    with tempfile.TemporaryDirectory() as scratch:
+        program = os.path.join(scratch, "silu_table")
+        subprocess.run([*compiler, "-std=c++17", "-O1", "-ffp-contract=off", source, "-o", program], check=True)
+        printed = subprocess.run([program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    table = folder / "silu_table.inc"
     if not table.exists() or table.read_text() != printed:  # unchanged, it compiles nothing again
-        table.write_text(printed)
-    return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        new = table.with_suffix(f".{os.getpid()}")
+        new.write_text(printed)
+        new.replace(table)
+    return table
 
 
 def extensions() -> list:
@@ -127,12 +131,11 @@ def extensions() -> list:
     cpp_extension.CUDA_HOME = home
     # Nothing of torch's CUDA runtime is linked, so that nvcc and torch may differ in their CUDA version.
     cpp_extension._check_cuda_version = lambda *_: None
-    generated = generate_silu_table()
     archs_macro = f'-DMXFP4_OPS_CUDA_ARCHS="{archs}"'
     cuda = cpp_extension.CppExtension(
         "mxfp4_ops._C_cuda",
         sources("cuda", "cpp", "cu"),
-        include_dirs=[os.path.join(home, "include"), generated],
+        include_dirs=[os.path.join(home, "include")],
         extra_objects=[find_cudart(home)],
         libraries=["dl", "rt", "pthread"],
         extra_compile_args={
@@ -151,14 +154,24 @@ def extensions() -> list:
         },
         # The symbol of the current stream lives in torch's CUDA library, which only libtorch.so pulls in.
         extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-Wl,--exclude-libs,ALL"],
-        depends=[*headers(), os.path.join(generated, "silu_table.inc")],
+        depends=headers(),
         py_limited_api=True,
     )
     return [cpu, cuda]
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Torch's, which also takes away CUDA kernels that an earlier build left in the source folder."""
+    """Torch's, which also makes what is compiled in, and takes away CUDA kernels that an earlier build left in the
+    source folder.
+    """
+
+    def build_extensions(self) -> None:
+        for extension in self.extensions:
+            if extension.name == "mxfp4_ops._C_cuda":
+                table = generate_silu_table(Path(self.build_temp).resolve() / "generated")
+                extension.include_dirs.append(str(table.parent))
+                extension.depends.append(str(table))
+        super().build_extensions()
 
     def run(self) -> None:
         super().run()

@@ -1,5 +1,7 @@
 """The C++ checks and the fakes' checks are held to each other: the same bad input, the same words."""
 
+import itertools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -238,6 +240,45 @@ def test_two_results_in_one_strided_buffer(op):
     given |= dict(input_permutation=wide[::2], output_permutation=wide[::2])
     message = "output_permutation must not share memory with input_permutation, got buffers that overlap"
     assert message in outcome(getattr(ops, op).out, given)
+
+
+def test_strided_results_may_interleave_but_not_overlap() -> None:
+    """Every pair of strided buffers of one pool, judged by the elements that they hold."""
+    op, counts = ROUTING_OPS[0], {True: 0, False: 0}
+    pool, other = torch.zeros(24, dtype=torch.int32), buffers(op)
+    rows = other["input_permutation"].numel()
+    views = [(begin, step) for step in (1, 2, 3) for begin in range(0, 24 - (rows - 1) * step, 2 if step == 1 else 1)]
+    for (b1, s1), (b2, s2) in itertools.product(views, views):
+        first, second = (pool[b : b + (rows - 1) * s + 1 : s] for b, s in ((b1, s1), (b2, s2)))
+        overlap = not {b1 + i * s1 for i in range(rows)}.isdisjoint(b2 + i * s2 for i in range(rows))
+        given = good(op) | other | dict(input_permutation=first, output_permutation=second)
+        said = outcome(getattr(ops, op).out, given)
+        assert ("overlap" in str(said)) == overlap, (b1, s1, b2, s2, said)
+        counts[overlap] += 1
+    assert min(counts.values()) > 20, counts
+
+
+def test_two_dimensional_results_that_overlap() -> None:
+    op, pool = "mxfp4_experts_quant", torch.zeros(1 << 14, dtype=torch.uint8)
+    given = good(op) | buffers(op)
+    (r, c), (scale_rows, width) = given["output"].shape, given["output_scale"].shape
+    between = pool.as_strided((scale_rows, width), (c + width + 3, 1), c + 1)
+    beside = dict(output=pool.as_strided((r, c), (c + width + 3, 1)), output_scale=between)
+    assert "overlap" not in str(outcome(getattr(ops, op).out, given | beside))
+    one_byte = dict(beside, output_scale=pool.as_strided((scale_rows, width), (c + width + 3, 1), c - 1))
+    message = "output_scale must not share memory with output, got buffers that overlap"
+    assert message in outcome(getattr(ops, op).out, given | one_byte)
+
+
+def test_a_buffer_of_inference_mode_outside_it_is_not_written() -> None:
+    with torch.inference_mode():
+        output = torch.zeros(2, 8)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="torch refuses to write an out buffer.*inference_mode"):
+        ops.shuffle_rows.out(torch.ones(2, 8), torch.arange(2), output=output)
+    assert not output.any()
+    with torch.inference_mode():
+        ops.shuffle_rows.out(torch.ones(2, 8), torch.arange(2), output=output)
+    assert output.all()
 
 
 @pytest.mark.parametrize("op, count", [(ROUTING_OPS[0], 7), (ROUTING_OPS[1], 9), ("mxfp4_experts_quant", 2)])

@@ -170,7 +170,8 @@ class Checks {
   }
 
   // Kernels read and write in no order that a caller could rely on, so no buffer that one writes may share memory with
-  // another argument. Tensors that a kernel reaches only through a copy cannot collide, and are passed over.
+  // another argument. An input and a buffer of which one is reached only through a copy cannot collide, and are passed
+  // over.
   void no_overlap(std::initializer_list<NamedTensor> inputs, const std::vector<NamedTensor>& outputs) const {
     std::array<Touched, 16> all;  // each asked once: pairs are many, and every question is a call
     size_t count = 0;
@@ -182,38 +183,65 @@ class Checks {
     const size_t first_output = count;
     for (const NamedTensor& t : outputs) add(t);
     for (size_t i = first_output; i < count; ++i)
-      for (size_t j = 0; j < i; ++j)
-        if (all[i].overlaps(all[j]) || (j >= first_output && all[i].begin == all[j].begin))
+      for (size_t j = 0; j < i; ++j) {
+        const bool both_written = j >= first_output, in_place = all[i].contiguous && all[j].in_rows;
+        if ((both_written || in_place) && all[i].overlaps(all[j]))
           fail(all[i].name, std::string("not share memory with ") + all[j].name, "buffers that overlap");
+      }
   }
 
  private:
-  // Bytes of a tensor that a kernel touches in place: `rows` stretches of `width` bytes, `step` apart.
+  // The memory of a tensor of at most two dimensions: blocks x pieces, each `width` bytes without a gap.
   struct Touched {
+    struct Level {
+      int64_t count = 1, step = 0;
+    };
     const char* name = nullptr;
-    int64_t begin = 0, width = 0, step = 0, rows = 0;
-    bool contiguous = false;
+    int64_t begin = 0, end = 0, width = 0;
+    Level blocks, pieces;
+    bool contiguous = false, in_rows = false;  // written in place; read in place, perhaps
 
     Touched() = default;
     explicit Touched(const NamedTensor& named) : name(named.first) {
       const Tensor& t = *named.second;
       const auto size = static_cast<int64_t>(t.element_size());
       begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data_ptr()));
-      contiguous = t.is_contiguous();
+      width = size;
+      contiguous = in_rows = t.is_contiguous();
       if (contiguous) {
-        rows = 1, width = t.numel() * size;
-      } else if (t.dim() == 2 && (t.size(1) == 1 || t.stride(1) == 1)) {
-        rows = t.stride(0) == 0 ? 1 : t.size(0), width = t.size(1) * size, step = t.stride(0) * size;
+        width *= t.numel();
+        end = begin + width;
+        return;
       }
+      const int64_t dim = t.dim();
+      in_rows = dim == 2 && (t.size(1) == 1 || t.stride(1) == 1);
+      for (int64_t d = dim - 1; d >= 0; --d) {
+        const Level level{t.stride(d) == 0 ? 1 : t.size(d), t.stride(d) * size};
+        if (level.count == 1) continue;
+        if (d == dim - 1 && level.step == size) width *= level.count;
+        else if (pieces.count == 1) pieces = level;
+        else blocks = level;
+      }
+      end = begin + (blocks.count - 1) * blocks.step + (pieces.count - 1) * pieces.step + width;
+    }
+
+    // Whether bytes from `low` to `high` hold one of the pieces of the block that begins at `start`.
+    bool meets(int64_t start, int64_t low, int64_t high) const {
+      const int64_t gap = low - start - width;  // the first piece that ends behind `low` meets them, or none does
+      const int64_t i = gap < 0 || pieces.step == 0 ? 0 : gap / pieces.step + 1;
+      const int64_t piece = start + i * pieces.step;
+      return i < pieces.count && piece < high && low < piece + width;
     }
 
     bool overlaps(const Touched& other) const {
-      if (!contiguous || other.rows == 0) return false;
-      // The other's first stretch that ends behind this begin meets it, or none does.
-      const int64_t gap = begin - other.begin - other.width;
-      const int64_t i = gap < 0 || other.step == 0 ? 0 : gap / other.step + 1;
-      const int64_t start = other.begin + i * other.step;
-      return i < other.rows && start < begin + width && begin < start + other.width;
+      if (end <= other.begin || other.end <= begin) return false;
+      for (int64_t b = 0; b < blocks.count; ++b)
+        for (int64_t p = 0; p < pieces.count; ++p) {
+          const int64_t low = begin + b * blocks.step + p * pieces.step;
+          for (int64_t k = 0; k < other.blocks.count; ++k)
+            if (other.meets(other.begin + k * other.blocks.step, low, low + width)) return true;
+        }
+      return false;
     }
   };
 

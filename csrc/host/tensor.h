@@ -85,16 +85,28 @@ class Written {
  public:
   Written(const Tensor& target, int64_t alignment, bool keep) : target_(target), tensor_(target) {
     direct_ = target.is_contiguous() && is_aligned(target, alignment);
-    if (direct_) return;
+    if (direct_) {
+      copy();
+      return;
+    }
     tensor_ = torch::stable::new_empty(target, target.sizes());
     if (keep) torch::stable::copy_(tensor_, target_);
   }
   const Tensor& tensor() const { return tensor_; }
-  // Copying a tensor to itself moves nothing and counts as a write, so that autograd notices one over what it has
-  // saved.
-  void commit() { TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(target_.get(), tensor_.get(), 0)); }
+  void commit() {
+    if (!direct_) copy();
+  }
 
  private:
+  // Copying a tensor to itself moves nothing and counts as a write, so that autograd notices one over what it has saved
+  // and torch refuses one that it would refuse of its own ops, before a kernel writes.
+  void copy() {
+    if (aoti_torch_copy_(target_.get(), tensor_.get(), 0) != AOTI_TORCH_SUCCESS)
+      throw std::runtime_error(
+          "mxfp4_ops: torch refuses to write an out buffer; was it made under torch.inference_mode(), and is this "
+          "outside?");
+  }
+
   Tensor target_, tensor_;
   bool direct_;
 };
